@@ -49,6 +49,8 @@ class ParameterProfile:
     requires_grad: bool
     phases: tuple[str, ...]
     """Phases that use it, in order of first use; a block's phase is its module name. Empty: never used in the step."""
+    users: tuple[str, ...] = ()
+    """Names of the modules whose forward was the innermost one running when it was used, in order of first use."""
 
     @property
     def numel(self) -> int:
@@ -119,6 +121,8 @@ class ModelProfile:
     prefix: PhaseCost = field(default_factory=PhaseCost)
     between: PhaseCost = field(default_factory=PhaseCost)
     suffix: PhaseCost = field(default_factory=PhaseCost)
+    called_modules: tuple[str, ...] | None = None
+    """Names of the modules whose forward ran in the step; None if no run finished."""
     batch_rows: int | None = None
     """Samples in the profiled batch (size of dim 0 of its first tensor), or None if unknown."""
     batch_tokens: int | None = None

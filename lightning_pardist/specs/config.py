@@ -1,0 +1,196 @@
+"""What the user asks for (``ParallelConfig``) and what it comes to on a given world (``AxisSizes``)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Literal
+
+from lightning_pardist.base import axes
+from lightning_pardist.base.errors import message
+
+Size = int | Literal["auto"]
+"""Ranks along a mesh axis; ``"auto"`` takes what the other axes leave."""
+
+AVAILABLE_AXES = frozenset({axes.DATA_PARALLEL_REPLICATE, axes.DATA_PARALLEL_SHARD})
+"""Axes this version can spread a model over. The others have their place on the mesh and must be of size 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """The layout a user asks for.
+
+    Raises:
+        ValueError: if a field has a value that no world could satisfy.
+    """
+
+    data_parallel_replicate_size: Size = "auto"
+    """Copies of the (possibly sharded) model. ``"auto"``: one per node, or what a given shard size leaves."""
+    data_parallel_shard_size: Size = "auto"
+    """Ranks that share one copy. ``"auto"``: what the other axes leave."""
+    tensor_parallel_size: int = 1
+    """Ranks that share the matrices inside a block."""
+    pipeline_parallel_size: int = 1
+    """Stages that the block stack is cut into."""
+    context_parallel_size: int = 1
+    """Ranks that share one sequence."""
+    expert_parallel_size: int = 1
+    """Ranks that share the experts of a mixture; lies inside the data axes."""
+    zero_stage: Literal[0, 1, 2, 3] = 3
+    """0 replicates everything; 1 shards optimizer state and reduces gradients once per optimizer step; 2 also keeps
+    gradients sharded; 3 also frees parameters after use. Master parameters are stored sharded from stage 1 on."""
+    cpu_offload: bool = False
+    """Keep sharded parameters, gradients and optimizer state in host memory."""
+    fsdp_units: tuple[str, ...] = ()
+    """Class names or module name patterns that replace the derived sharding units; empty: derive them."""
+
+    def __post_init__(self) -> None:
+        for name in _SIZE_FIELDS:
+            _check_size(name, getattr(self, name), auto_allowed=name in _AUTO_FIELDS)
+        if self.zero_stage not in (0, 1, 2, 3) or isinstance(self.zero_stage, bool):
+            raise ValueError(
+                message(
+                    "zero_stage must be 0, 1, 2 or 3.",
+                    got=f"zero_stage={self.zero_stage!r}",
+                    source="the strategy's arguments",
+                    change="0 replicates, 1 shards optimizer state, 2 gradients too, 3 parameters too",
+                )
+            )
+        self._check_available()
+        self._check_zero_stage()
+
+    def _check_available(self) -> None:
+        asked = {
+            "tensor_parallel_size": self.tensor_parallel_size,
+            "pipeline_parallel_size": self.pipeline_parallel_size,
+            "context_parallel_size": self.context_parallel_size,
+            "expert_parallel_size": self.expert_parallel_size,
+        }
+        missing = {
+            name: size
+            for name, size in asked.items()
+            if size > 1 and name.removesuffix("_size") not in AVAILABLE_AXES
+        }
+        if missing:
+            raise ValueError(
+                message(
+                    "This version spreads a model over the data axes only; every other axis must be of size 1.",
+                    got=", ".join(f"{name}={size}" for name, size in missing.items()),
+                    source="the strategy's arguments",
+                    change="leave these sizes at 1 and use data_parallel_replicate_size and data_parallel_shard_size",
+                )
+            )
+
+    def _check_zero_stage(self) -> None:
+        shard = self.data_parallel_shard_size
+        if self.zero_stage == 0 and shard not in ("auto", 1):
+            raise ValueError(
+                message(
+                    "zero_stage=0 replicates the whole model, so nothing can be sharded.",
+                    got=f"zero_stage=0, data_parallel_shard_size={shard}",
+                    source="the strategy's arguments",
+                    change="use zero_stage=1, 2 or 3, or leave data_parallel_shard_size at 'auto'",
+                )
+            )
+        if self.zero_stage == 0 and self.cpu_offload:
+            raise ValueError(
+                message(
+                    "cpu_offload moves sharded state to the host, so it needs zero_stage 1, 2 or 3.",
+                    got="zero_stage=0, cpu_offload=True",
+                    source="the strategy's arguments",
+                    change="set zero_stage=3, or cpu_offload=False",
+                )
+            )
+
+    def resolve(self, *, world_size: int, num_nodes: int = 1) -> AxisSizes:
+        """Returns the size of every mesh axis for ``world_size`` ranks on ``num_nodes`` nodes.
+
+        Needs no process group, so a wrong layout is refused before any rank waits for another.
+
+        Raises:
+            ValueError: if the sizes do not multiply to ``world_size``.
+        """
+        model_ranks = self.pipeline_parallel_size * self.context_parallel_size * self.tensor_parallel_size
+        replicate, shard = self.data_parallel_replicate_size, self.data_parallel_shard_size
+        if world_size % model_ranks:
+            raise self._wrong_product(world_size)
+        data_ranks = world_size // model_ranks
+        if self.zero_stage == 0:
+            shard = 1
+        if replicate == "auto" and shard == "auto":
+            # One replica per node: sharding traffic then stays on the links inside a node.
+            replicate = math.gcd(num_nodes, data_ranks)
+        if replicate == "auto":
+            assert isinstance(shard, int)
+            replicate = data_ranks // shard
+        if shard == "auto":
+            shard = data_ranks // replicate
+        if replicate * shard != data_ranks:
+            raise self._wrong_product(world_size)
+        return AxisSizes(
+            pipeline_parallel=self.pipeline_parallel_size,
+            data_parallel_replicate=replicate,
+            data_parallel_shard=shard,
+            context_parallel=self.context_parallel_size,
+            tensor_parallel=self.tensor_parallel_size,
+        )
+
+    def _wrong_product(self, world_size: int) -> ValueError:
+        given = {name: getattr(self, name) for name in _SIZE_FIELDS if name != "expert_parallel_size"}
+        product = math.prod(size for size in given.values() if isinstance(size, int))
+        listed = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in given.items() if size != 1)
+        fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
+        return ValueError(
+            message(
+                "The sizes of the mesh axes must multiply to the number of ranks.",
+                got=f"{listed or 'all axes of size 1'} (product of the given sizes: {product}) for {world_size} rank(s)",
+                source="the strategy's arguments, and Trainer(devices=..., num_nodes=...) or the launcher's WORLD_SIZE",
+                change=f"sizes that divide {world_size} are {fitting}; 'auto' takes what the other axes leave",
+            )
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class AxisSizes:
+    """Ranks along every mesh axis, outer to inner."""
+
+    pipeline_parallel: int = 1
+    data_parallel_replicate: int = 1
+    data_parallel_shard: int = 1
+    context_parallel: int = 1
+    tensor_parallel: int = 1
+
+    def as_dict(self) -> Mapping[str, int]:
+        """Returns axis name -> size in mesh order."""
+        return {axis: getattr(self, axis) for axis in axes.AXES}
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the whole mesh."""
+        return math.prod(self.as_dict().values())
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks that read different samples."""
+        return self.data_parallel_replicate * self.data_parallel_shard
+
+
+_SIZE_FIELDS = tuple(field.name for field in fields(ParallelConfig) if field.name.endswith("_size"))
+_AUTO_FIELDS = ("data_parallel_replicate_size", "data_parallel_shard_size")
+
+
+def _check_size(name: str, value: object, *, auto_allowed: bool) -> None:
+    if auto_allowed and value == "auto":
+        return
+    if isinstance(value, int) and not isinstance(value, bool) and value >= 1:
+        return
+    words = "a positive integer or 'auto'" if auto_allowed else "a positive integer"
+    raise ValueError(
+        message(
+            f"{name} must be {words}.",
+            got=f"{name}={value!r}",
+            source="the strategy's arguments",
+            change=f"set {name} to {words}",
+        )
+    )
