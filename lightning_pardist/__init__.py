@@ -1,5 +1,47 @@
-"""Lightning strategies that train an unchanged LightningModule on a torch DeviceMesh."""
+"""Lightning strategies that train an unchanged LightningModule on a torch DeviceMesh.
+
+Importing this package registers the ``pardist_*`` names with Lightning, now or as soon as Lightning is imported. It is
+also imported at the end of ``import torch`` (see ``_autoload``), so it imports nothing by itself: each public name
+brings its module with it when it is first used.
+"""
 
 from __future__ import annotations
 
+from lightning_pardist._autoload import autoload
+
 __version__ = "0.1.0"
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from lightning_pardist.specs.config import ParallelConfig
+    from lightning_pardist.specs.model_profile import ModelProfile
+    from lightning_pardist.strategies.hybrid import HybridStrategy
+
+__all__ = [
+    "HybridStrategy",
+    "ModelProfile",
+    "ParallelConfig",
+]
+
+_HOME = {
+    "HybridStrategy": "lightning_pardist.strategies.hybrid",
+    "ModelProfile": "lightning_pardist.specs.model_profile",
+    "ParallelConfig": "lightning_pardist.specs.config",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+autoload()

@@ -1,0 +1,68 @@
+"""The registry names, each a HybridStrategy with a ready choice of arguments.
+
+This module is imported while Lightning is still being imported: it must not import Lightning, nor torch. The strategy
+is imported when a name is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+
+if TYPE_CHECKING:
+    from lightning_pardist.strategies.hybrid import HybridStrategy
+
+
+class Preset(NamedTuple):
+    """What one registry name stands for."""
+
+    description: str
+    """One line, shown by tools that list the registry."""
+    arguments: Mapping[str, int | str]
+    """Keyword arguments of HybridStrategy; everything not named keeps its default."""
+
+
+PRESETS: Mapping[str, Preset] = {
+    "pardist_ddp": Preset(
+        "Replicated parameters, gradients averaged over the ranks (data parallel)",
+        {"zero_stage": 0},
+    ),
+    "pardist_zero1": Preset(
+        "Optimizer state sharded, gradients reduced once per optimizer step (ZeRO-1)",
+        {"zero_stage": 1},
+    ),
+    "pardist_zero2": Preset(
+        "Optimizer state and gradients sharded, parameters kept after forward (ZeRO-2)",
+        {"zero_stage": 2},
+    ),
+    "pardist_fsdp": Preset(
+        "Parameters, gradients and optimizer state sharded over all ranks (FSDP2, ZeRO-3)",
+        {"zero_stage": 3},
+    ),
+    "pardist_hybrid": Preset(
+        "Everything sharded within a node, replicated across nodes (HSDP); on one node sharded over all ranks",
+        {"zero_stage": 3, "data_parallel_replicate_size": "nodes"},
+    ),
+}
+
+
+class _Registry(Protocol):
+    """The part of Lightning's registry that is used here."""
+
+    def __contains__(self, name: object) -> bool: ...
+
+    def register(self, name: str, strategy: Any, description: str, **init_params: Any) -> Any: ...
+
+
+def hybrid_strategy(**arguments: Any) -> HybridStrategy:
+    """Returns a HybridStrategy with these arguments; this is what the registry calls for each of our names."""
+    from lightning_pardist.strategies.hybrid import HybridStrategy
+
+    return HybridStrategy(**arguments)
+
+
+def register(registry: _Registry) -> None:
+    """Adds every preset to Lightning's registry; a name that is there already, from us or from others, stays."""
+    for name, preset in PRESETS.items():
+        if name not in registry:
+            registry.register(name, hybrid_strategy, description=preset.description, **preset.arguments)
