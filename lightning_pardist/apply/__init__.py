@@ -1,1 +1,7 @@
+"""STEP 3: a plan becomes hooks and shards on the live module, in place."""
 
+from __future__ import annotations
+
+from lightning_pardist.apply.order import apply_plan
+
+__all__ = ["apply_plan"]

@@ -1,1 +1,33 @@
+"""STEP 2: profile and config become a plan. Pure: no process group, no device, no module."""
 
+from __future__ import annotations
+
+from lightning_pardist.plan.costs import state_bytes, step_traffic
+from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
+from lightning_pardist.plan.report import format_plan
+from lightning_pardist.specs.parallel_plan import ParallelPlan
+
+__all__ = ["PlanInput", "format_plan", "make_plan", "state_bytes"]
+
+
+def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = None) -> ParallelPlan:
+    """Returns the whole plan for a module on a mesh.
+
+    Args:
+        given: the module's tree and profile, the user's config, the mesh sizes and the precision.
+        optimizer_bytes_per_element: optimizer state per trainable element, for the report; None if unknown.
+
+    Raises:
+        ValueError: if the module cannot be spread as asked.
+    """
+    data_parallel = plan_data_parallel(given)
+    shard_size = given.sizes.data_parallel_shard if data_parallel.kind == "shard" else 1
+    return ParallelPlan(
+        module_class=given.profile.module_class,
+        sizes=given.sizes,
+        precision=given.precision,
+        data_parallel=data_parallel,
+        state_per_rank=state_bytes(given.profile, shard_size, optimizer_bytes_per_element),
+        state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
+        traffic=step_traffic(given.profile, data_parallel, given.sizes, given.precision),
+    )

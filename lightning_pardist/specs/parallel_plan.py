@@ -52,6 +52,8 @@ class DataParallelPlan:
     zero_stage: int
     units: tuple[ShardUnit, ...] = ()
     """In the order of application: inner before outer, the root last."""
+    scalar_parameters: tuple[str, ...] = ()
+    """Parameters of no dim, which fully_shard cannot hold: kept whole on every rank, gradients averaged in one go."""
     ignored_parameters: tuple[str, ...] = ()
     """Parameters of metrics, which are left alone."""
     find_unused_parameters: bool = False

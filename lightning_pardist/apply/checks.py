@@ -1,0 +1,112 @@
+"""Checks across ranks before and after a plan is applied. Each ends on all ranks together, or on none."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pardist.base.errors import message
+from lightning_pardist.mesh import Meshes
+from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.torch_dist_api import local_tensor
+
+_T = TypeVar("_T")
+
+
+def check_unwrapped(module: nn.Module) -> None:
+    """Refuses modules that something else has spread already.
+
+    Raises:
+        ValueError: naming the first such module.
+    """
+    for name, child in module.named_modules():
+        if isinstance(child, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
+            raise ValueError(
+                message(
+                    "The strategy spreads the plain module itself; nothing in it may be wrapped already.",
+                    got=f"{name or 'the LightningModule'} is a {type(child).__name__}",
+                    source="the LightningModule after configure_model",
+                    change="remove the wrapping (DDP, FSDP or fully_shard) from the module's code",
+                )
+            )
+
+
+def check_same_module(module: nn.Module, plan: ParallelPlan, meshes: Meshes) -> None:
+    """Refuses ranks that hold different modules or plans; costs one exchange of a short digest.
+
+    Raises:
+        ValueError: on all ranks, naming the first difference.
+    """
+    lines = [*_signature(module), f"plan {plan.fingerprint()}"]
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    digests = _gather(digest, meshes)
+    if len(set(digests)) == 1:
+        return
+    odd = next(rank for rank, other in enumerate(digests) if other != digests[0])
+    everything = _gather(lines, meshes)
+    first, second = _first_difference(everything[0], everything[odd])
+    raise ValueError(
+        message(
+            "All ranks must build the same module: same parameter names, shapes and dtypes, in the same order.",
+            got=f"rank 0 has {first}; rank {odd} has {second}",
+            source=f"the LightningModule on each rank ({len(set(digests))} different modules on {len(digests)} ranks)",
+            change="make the module's construction depend on nothing that differs between ranks",
+        )
+    )
+
+
+def check_equal_replicas(module: nn.Module, meshes: Meshes) -> None:
+    """Checks that copies of a shard hold the same bits; costs one exchange of a checksum.
+
+    Raises:
+        ValueError: on all ranks, naming the ranks that differ.
+    """
+    total = torch.zeros((), dtype=torch.int64)
+    for index, parameter in enumerate(module.parameters()):
+        shard = local_tensor(parameter.detach()).contiguous().flatten()
+        if shard.numel():
+            total += (index + 1) * shard.view(torch.uint8).to(torch.int64).sum().cpu()
+    coordinate = meshes.world["data_parallel_shard"].get_local_rank()
+    sums = _gather((coordinate, int(total)), meshes)
+    by_shard: dict[int, set[int]] = {}
+    for shard_rank, value in sums:
+        by_shard.setdefault(shard_rank, set()).add(value)
+    if all(len(values) == 1 for values in by_shard.values()):
+        return
+    raise ValueError(
+        message(
+            "All replicas must start from the same weights.",
+            got=f"checksums (shard, sum) by rank: {list(enumerate(sums))}",
+            source="the parameters after set-up",
+            change="load weights on every rank, and do not change them on single ranks in setup or configure_model",
+        )
+    )
+
+
+def _signature(module: nn.Module) -> Iterator[str]:
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        yield f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
+    for name, buffer in module.named_buffers():
+        yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"
+
+
+def _first_difference(left: list[str], right: list[str]) -> tuple[str, str]:
+    for a, b in zip(left, right, strict=False):
+        if a != b:
+            return a, b
+    longer = left if len(left) > len(right) else right
+    extra = longer[min(len(left), len(right))]
+    return (extra, "nothing there") if longer is left else ("nothing there", extra)
+
+
+def _gather(value: _T, meshes: Meshes) -> list[_T]:
+    values: list[_T | None] = [None] * dist.get_world_size(meshes.control)
+    dist.all_gather_object(values, value, group=meshes.control)
+    return [v for v in values if v is not None]

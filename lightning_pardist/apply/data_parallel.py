@@ -1,0 +1,97 @@
+"""Carries out the data-parallel part of a plan with torch's fully_shard."""
+
+from __future__ import annotations
+
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate
+
+from lightning_pardist.apply.materialize import Weights
+from lightning_pardist.base.words import dtype_from_word
+from lightning_pardist.parallel_model import ROOT_CALL, HeldScalar, ParallelModel
+from lightning_pardist.specs.parallel_plan import PrecisionPlan, ShardUnit
+
+
+def shard_units(model: ParallelModel, weights: Weights) -> None:
+    """Shards the units of the plan, inner before outer, and makes the root callable around any of the user's methods.
+
+    Only one unit exists whole at a time: it is materialized, made equal on all ranks, and cut.
+    """
+    plan, module = model.plan.data_parallel, model.module
+    assert model.meshes is not None
+    parameters = dict(module.named_parameters())
+    ignored = {parameters[name] for name in plan.ignored_parameters} | {held.stored for held in model.scalars}
+    for unit in plan.units:
+        tops = [module.get_submodule(name) for name in unit.modules]
+        for top in tops:
+            weights.make_ready(top)
+        fully_shard(
+            tops if len(tops) > 1 else tops[0],  # type: ignore[arg-type]  # overloads for one module and for a list
+            mesh=model.meshes.sharding(),
+            reshard_after_forward=unit.reshard_after_forward,
+            mp_policy=_precision_policy(unit, model.plan.precision),
+            offload_policy=_offload_policy(plan.cpu_offload),
+            ignored_params=ignored,
+        )
+    setattr(module, ROOT_CALL, MethodType(_run, module))
+    register_fsdp_forward_method(module, ROOT_CALL)
+
+
+def hold_scalars(model: ParallelModel, weights: Weights) -> list[HeldScalar]:
+    """Replaces parameters of no dim by replicated DTensors; see ``HeldScalar``."""
+    assert model.meshes is not None
+    mesh = model.meshes.sharding()
+    found = []
+    for name in model.plan.data_parallel.scalar_parameters:
+        parameter = model.module.get_parameter(name)
+        owners = [
+            (module, key)
+            for module in model.module.modules()
+            for key, own in module._parameters.items()
+            if own is parameter
+        ]
+        for owner, _ in owners:
+            weights.make_ready_own(owner)
+        # Materializing replaces the object.
+        local = owners[0][0]._parameters[owners[0][1]]
+        assert local is not None
+        placed = DTensor.from_local(local.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        held = HeldScalar(owners, nn.Parameter(placed, requires_grad=local.requires_grad), local)
+        held.show_stored()
+        found.append(held)
+    return found
+
+
+def _run(_module: nn.Module, fn: Any) -> Any:
+    return fn()
+
+
+def _precision_policy(unit: ShardUnit, precision: PrecisionPlan) -> MixedPrecisionPolicy:
+    if unit.full_precision:
+        return MixedPrecisionPolicy(cast_forward_inputs=False)
+    return MixedPrecisionPolicy(
+        param_dtype=_dtype(precision.gather_dtype),
+        reduce_dtype=_dtype(precision.reduce_dtype),
+        # The root sees the user's batch, whose targets and images must keep their dtype; blocks see hidden states.
+        cast_forward_inputs=not unit.is_root,
+    )
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    return None if word is None else dtype_from_word(word)
+
+
+def _offload_policy(cpu_offload: bool) -> OffloadPolicy:
+    if not cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())

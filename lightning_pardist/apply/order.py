@@ -1,0 +1,45 @@
+"""The one place that knows the order in which a plan is applied."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lightning_pardist.apply.checks import check_equal_replicas, check_same_module, check_unwrapped
+from lightning_pardist.apply.data_parallel import hold_scalars, shard_units
+from lightning_pardist.apply.materialize import Weights
+from lightning_pardist.mesh import Meshes
+from lightning_pardist.parallel_model import ParallelModel, remember
+from lightning_pardist.specs.parallel_plan import ParallelPlan
+
+
+def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, device: torch.device) -> ParallelModel:
+    """Spreads a module in place and returns it with what must be done around its steps.
+
+    Every rank of the mesh must call it.
+
+    Args:
+        module: the user's module, with real or meta parameters, not wrapped by anything.
+        plan: the same on all ranks.
+        meshes: the live mesh; None on one rank.
+        device: where this rank computes.
+
+    Raises:
+        ValueError: on all ranks, if ranks hold different modules or plans.
+    """
+    # Ranks with different modules would wait for each other in everything that follows.
+    if meshes is not None:
+        check_same_module(module, plan, meshes)
+    check_unwrapped(module)
+    model = ParallelModel(module=module, plan=plan, meshes=meshes)
+    weights = Weights(module, device, meshes)
+    if plan.data_parallel.kind == "shard":
+        # Scalars first: they live inside units that are about to be sharded, and fully_shard refuses them.
+        model.scalars = hold_scalars(model, weights)
+        shard_units(model, weights)
+    # What no unit held: everything if the model is replicated, else buffers and the parameters of metrics.
+    weights.make_ready(module)
+    if meshes is not None:
+        check_equal_replicas(module, meshes)
+    remember(model)
+    return model

@@ -1,0 +1,95 @@
+"""The live mesh: the only maker of process groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from lightning_pardist import torch_dist_api
+from lightning_pardist.base import axes
+from lightning_pardist.specs.config import AxisSizes
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+@dataclass(frozen=True)
+class Meshes:
+    """A device mesh with one axis per parallelism, and the views of it that the steps need."""
+
+    world: DeviceMesh
+    """All axes, outer to inner; size-1 axes included. ``world["data_parallel"]`` is the joint data axis."""
+    control: ProcessGroup
+    """World-wide group for small host messages; on a GPU run these then never wait for device work."""
+
+    @property
+    def sizes(self) -> AxisSizes:
+        """Sizes as the live mesh has them."""
+        return AxisSizes(**{axis: self.world[axis].size() for axis in axes.AXES})
+
+    @property
+    def data_parallel(self) -> DeviceMesh:
+        """1-D mesh of the ranks that read different samples."""
+        return self.world[axes.DATA_PARALLEL]
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the samples this rank reads."""
+        return int(self.data_parallel.get_local_rank())
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares the samples are dealt into."""
+        return int(self.data_parallel.size())
+
+    @property
+    def data_parallel_group(self) -> ProcessGroup:
+        """Process group of ``data_parallel``, for sums over samples."""
+        return self.data_parallel.get_group()
+
+    def sharding(self) -> DeviceMesh:
+        """Mesh for fully_shard: 1-D over shards, or 2-D ``(replicate, shard)`` when copies exist."""
+        if self.world[axes.DATA_PARALLEL_REPLICATE].size() == 1:
+            return self.world[axes.DATA_PARALLEL_SHARD]
+        return self.world[axes.DATA_PARALLEL_REPLICATE, axes.DATA_PARALLEL_SHARD]
+
+
+def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None = None) -> Meshes:
+    """Returns the meshes over the already initialised default process group.
+
+    Every rank must call it: all ranks make all groups in the same order.
+
+    Args:
+        sizes: ranks along every axis; must multiply to the world size.
+        device_type: ``"cpu"``, ``"cuda"``, ...
+        timeout: bound on every collective of the groups made here; None keeps torch's default.
+    """
+    assert sizes.world_size == dist.get_world_size(), (sizes, dist.get_world_size())
+    world = init_device_mesh(device_type, tuple(sizes.as_dict().values()), mesh_dim_names=axes.AXES)
+    torch_dist_api.flatten_axes(world, axes.DATA_AXES, name=axes.DATA_PARALLEL)
+    if timeout is not None:
+        for axis in (*axes.AXES, axes.DATA_PARALLEL):
+            torch_dist_api.set_group_timeout(world[axis].get_group(), timeout)
+    return Meshes(world=world, control=_control_group(device_type, timeout))
+
+
+def _control_group(device_type: str, timeout: timedelta | None) -> ProcessGroup:
+    default = dist.group.WORLD
+    assert default is not None
+    if device_type == "cpu" or "gloo" in dist.get_backend(default):
+        return default
+    group = dist.new_group(backend="gloo", timeout=timeout)
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
+def local_device(device_type: str) -> torch.device:
+    """Returns the device this rank computes on."""
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())

@@ -1,0 +1,216 @@
+"""Runs the user's methods and backward passes on a spread module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pardist import torch_dist_api
+from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
+from lightning_pardist.run.reduce import average_gradients, average_scalars
+
+_T = TypeVar("_T")
+
+
+class _Entry(nn.Module):
+    """What DistributedDataParallel wraps: the user's module, entered through any function."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, fn: Callable[[], _T]) -> _T:
+        return fn()
+
+
+class StepRunner:
+    """Runs steps of one spread module. See [Note: one root call]."""
+
+    def __init__(self, model: ParallelModel, *, manual_optimization: bool = False) -> None:
+        self._model = model
+        self._manual = manual_optimization
+        self._sync = True
+        self._inside_step = False
+        self._pending = False
+        self._trainable = self._trainability()
+
+    def forward(self, fn: Callable[[], _T]) -> _T:
+        """Returns ``fn()``, run with parameters gathered and gradients to be reduced as the plan says."""
+        model = self._model
+        if model.kind == "none":
+            return fn()
+        if torch.is_grad_enabled():
+            self._follow_trainability()
+        if model.kind == "replicate":
+            return self._forward_replicated(fn)
+        self._inside_step = True
+        for held in model.scalars:
+            held.show_local()
+        try:
+            return cast(_T, getattr(model.module, ROOT_CALL)(fn))
+        except BaseException:
+            self._abandon()
+            raise
+        finally:
+            self._inside_step = False
+            for held in model.scalars:
+                held.show_stored()
+            if self._manual:
+                # Optimizers ran inside the step; whole copies made before them must not be seen again.
+                self.free_gathered()
+
+    def loss_to_backward(self, loss: Tensor) -> Tensor:
+        """Returns the loss with the root's backward hooks attached.
+
+        A loss returned by the step has them already. Under manual optimization it never left the step, and without the
+        hooks nobody would end the root's backward.
+        """
+        if self._manual and self._model.kind == "shard":
+            return cast(Tensor, getattr(self._model.module, ROOT_CALL)(lambda: loss))
+        return loss
+
+    def after_backward(self) -> None:
+        """Finishes the gradients of a backward pass and, inside a manual step, makes the root usable again."""
+        model = self._model
+        self._pending = not self._sync
+        if model.kind == "replicate" and self._manual and self._sync:
+            average_gradients(model, agree=True)
+        if model.kind == "shard" and self._sync:
+            average_scalars(model)
+        if self._inside_step:
+            self._gather_root()
+
+    def after_optimizer_step(self) -> None:
+        """Drops whole copies of parameters that an optimizer inside a manual step has just changed."""
+        if self._inside_step:
+            self.free_gathered()
+            self._gather_root()
+
+    def skip_backward(self) -> None:
+        """Ends a step whose loss all ranks agreed to drop, with the gradients of earlier micro-batches reduced if due."""
+        model = self._model
+        flush = self._sync and self._pending
+        self._pending = self._pending and not self._sync
+        if model.kind == "shard":
+            # A backward of nothing: torch's final callback frees what is gathered and reduces what has accumulated.
+            nothing = torch.zeros((), device=model_device(model), requires_grad=True)
+            getattr(model.module, ROOT_CALL)(lambda: nothing * 1).backward()
+            if flush:
+                average_scalars(model)
+        elif model.kind == "replicate" and flush:
+            average_gradients(model, agree=False)
+
+    def free_gathered(self) -> None:
+        """Frees every gathered parameter, so that the next forward sees what optimizers and callbacks have written."""
+        if self._model.kind != "shard":
+            return
+        for module in self._model.module.modules():
+            if isinstance(module, FSDPModule) and torch_dist_api.is_gathered(module):
+                module.reshard()
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Marks a micro-batch that is not the last of its window.
+
+        ZeRO-0 and ZeRO-1 keep whole gradients and reduce once per window. ZeRO-2 and ZeRO-3 must keep gradients sharded,
+        so they reduce-scatter every micro-batch; only the all-reduce between replicas waits.
+        """
+        self._sync = False
+        try:
+            if self._model.kind == "replicate" and self._model.reducer is not None:
+                with self._model.reducer.no_sync():
+                    yield
+            elif self._model.kind == "shard":
+                with self._deferring():
+                    yield
+            else:
+                yield
+        finally:
+            self._sync = True
+
+    @contextmanager
+    def _deferring(self) -> Iterator[None]:
+        root = cast(FSDPModule, self._model.module)
+        keep_whole = self._model.plan.data_parallel.zero_stage == 1
+        if keep_whole:
+            root.set_requires_gradient_sync(False)
+            root.set_reshard_after_backward(False)
+        else:
+            root.set_requires_all_reduce(False)
+        try:
+            yield
+        finally:
+            root.set_requires_gradient_sync(True)
+            root.set_reshard_after_backward(True)
+            root.set_requires_all_reduce(True)
+
+    def _forward_replicated(self, fn: Callable[[], _T]) -> _T:
+        if not torch.is_grad_enabled():
+            return fn()
+        if self._manual:
+            # Several backward passes per step: gradients are averaged after each of them instead.
+            return fn()
+        if self._model.reducer is None:
+            self._model.reducer = self._new_reducer()
+            if not self._sync:
+                with self._model.reducer.no_sync():
+                    return cast(_T, self._model.reducer(fn))
+        return cast(_T, self._model.reducer(fn))
+
+    def _new_reducer(self) -> DistributedDataParallel:
+        model = self._model
+        assert model.meshes is not None
+        plan = model.plan.data_parallel
+        entry = _Entry(model.module)
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
+            entry, [f"module.{name}" for name in plan.ignored_parameters]
+        )
+        device = model_device(model)
+        return DistributedDataParallel(
+            entry,
+            device_ids=None if device.type == "cpu" else [device],
+            process_group=model.meshes.data_parallel_group,
+            find_unused_parameters=plan.find_unused_parameters,
+            gradient_as_bucket_view=True,
+            # Weights were made equal at set-up; buffers are averaged where they are used, before evaluation and saves.
+            broadcast_buffers=False,
+            init_sync=False,
+        )
+
+    def _gather_root(self) -> None:
+        if self._model.kind == "shard":
+            cast(FSDPModule, self._model.module).unshard()
+
+    def _abandon(self) -> None:
+        reset = getattr(self._model.module, "reset_iter_state", None)  # torch >= 2.13
+        if reset is not None:
+            reset()
+
+    def _follow_trainability(self) -> None:
+        """Notices parameters that were frozen or unfrozen since the last step, as finetuning callbacks do."""
+        now = self._trainability()
+        if now == self._trainable:
+            return
+        self._trainable = now
+        if self._model.kind == "shard":
+            torch_dist_api.refresh_trainability(self._model.module)
+        else:
+            self._model.reducer = None
+
+    def _trainability(self) -> tuple[bool, ...]:
+        return tuple(p.requires_grad for p in self._model.module.parameters())
+
+
+def model_device(model: ParallelModel) -> torch.device:
+    """Returns the device on which the model computes, also when its state is offloaded."""
+    assert model.meshes is not None
+    device_type = model.meshes.world.device_type
+    if device_type == "cpu":
+        return torch.device("cpu")
+    return torch.device(device_type, torch.get_device_module(device_type).current_device())

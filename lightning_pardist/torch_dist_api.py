@@ -1,0 +1,75 @@
+"""Every private name of torch.distributed that this package relies on, with the reason and the way out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, cast
+
+from torch import nn
+from torch.distributed import ProcessGroup, distributed_c10d
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+def flatten_axes(mesh: DeviceMesh, axes: Sequence[str], *, name: str) -> DeviceMesh:
+    """Returns the joint axis, also reachable as ``mesh[name]``.
+
+    ``DeviceMesh._flatten`` is what torchtitan and accelerate use; torch has no public spelling in 2.13.
+    """
+    return mesh[tuple(axes)]._flatten(name)
+
+
+def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
+    """Bounds every later collective of a group. ``init_device_mesh`` cannot be told."""
+    distributed_c10d._set_pg_timeout(timeout, group)
+
+
+def fsdp_parameters(root: nn.Module) -> Iterator[Any]:
+    """Yields torch's record of every parameter held by fully_shard below ``root``.
+
+    Used for ``sharded_param`` and, while gathered, ``unsharded_param``: torch has no public view on the pair.
+    """
+    for group in fsdp_groups(root):
+        yield from group.fsdp_params
+
+
+def fsdp_groups(root: nn.Module) -> Iterator[Any]:
+    """Yields torch's parameter groups below ``root``, each once (several modules may share one)."""
+    seen: set[int] = set()
+    for module in root.modules():
+        if not isinstance(module, FSDPModule):
+            continue
+        for group in module._get_fsdp_state()._fsdp_param_groups:
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def refresh_trainability(root: nn.Module) -> None:
+    """Makes fully_shard notice that ``requires_grad`` changed after its lazy start.
+
+    torch derives a group's gradient dtypes once, from the parameters that train at the first forward. A backbone that is
+    unfrozen later (BackboneFinetuning) would have none and its reduction fails. Gathered copies follow as well.
+    """
+    for group in fsdp_groups(root):
+        if hasattr(group, "_reduce_dtype"):
+            group._init_mp_dtypes()
+        for parameter in group.fsdp_params:
+            gathered = getattr(parameter, "_unsharded_param", None)
+            if gathered is not None and gathered.requires_grad != parameter.sharded_param.requires_grad:
+                gathered.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def is_gathered(module: nn.Module) -> bool:
+    """Returns True while the module's own group holds whole parameters."""
+    state = cast(FSDPModule, module)._get_fsdp_state()
+    return any(group.is_unsharded for group in state._fsdp_param_groups)
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """Returns this rank's shard of a DTensor without autograd's bookkeeping, or the tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
