@@ -32,10 +32,11 @@ class _RegisterAfterImport:
     ) -> ModuleSpec | None:
         if fullname != _REGISTRY_MODULE:
             return None
-        # Only the finders behind this one, so that two finders of this kind (a reload of this module) cannot call
-        # each other in turn.
-        for finder in sys.meta_path[sys.meta_path.index(cls) + 1 :]:
-            spec = finder.find_spec(fullname, path, target)
+        # Only the finders behind this one, so that two finders of this kind cannot call each other in turn.
+        finders = sys.meta_path
+        behind = finders[finders.index(cls) + 1 :] if cls in finders else []
+        for finder in behind:
+            spec = finder.find_spec(fullname, path, target) if hasattr(finder, "find_spec") else None
             if spec is not None:
                 _register_after_exec(spec)
                 return spec
