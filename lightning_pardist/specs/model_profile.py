@@ -28,7 +28,10 @@ class TensorSpec:
     dtype: torch.dtype
     requires_grad: bool
     origin: str
-    """Where it came from: a batch path, ``"prefix"``, ``"<stack>.<index>"`` for a block's output, or ``"constant"``."""
+    """Where its storage was last written: a batch path (``"batch.input_ids"``), a phase (``"prefix"``, a block's name,
+    ``"between"``), ``"parameter:<name>"`` for a parameter handed over, or ``"constant"`` (a buffer, an attribute)."""
+    depends_on: tuple[str, ...] = ()
+    """Phases whose parameters went into its value, in order; empty for one computed from batch and buffers alone."""
 
     @property
     def nbytes(self) -> int:
@@ -122,12 +125,14 @@ class ModelProfile:
     between: PhaseCost = field(default_factory=PhaseCost)
     suffix: PhaseCost = field(default_factory=PhaseCost)
     called_modules: tuple[str, ...] | None = None
-    """Names of the modules whose forward ran in the step; None if no run finished."""
+    """Names of the modules whose forward ran in the step, in order of first call; None if no run finished."""
     batch_rows: int | None = None
     """Samples in the profiled batch (size of dim 0 of its first tensor), or None if unknown."""
     batch_tokens: int | None = None
     """Rows times sequence length if the first integer tensor of the batch is 2-D, else None."""
     entry: Literal["training_step", "forward"] = "training_step"
+    assumptions: tuple[str, ...] = ()
+    """What the run took for granted where code read values from tensors, with the lines; empty in most models."""
     seconds: float = 0.0
     """How long describing took."""
 

@@ -1,0 +1,72 @@
+"""Every private torch name we rely on that needs no process group, in one place (torch 2.11 to 2.13).
+
+Each has a public meaning that torch documents or uses in its own public tools; the name is private all the same, so a
+new torch release is checked here and nowhere else.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+if TYPE_CHECKING:
+    from torch.autograd.graph import Node
+
+__all__ = [
+    "CPU_ATTENTION",
+    "CPU_ATTENTION_BACKWARD",
+    "GROUPED_MM",
+    "FakeTensor",
+    "FakeTensorMode",
+    "HigherOrderOperator",
+    "OpOverload",
+    "TorchDispatchMode",
+    "changes_its_arguments",
+    "current_autograd_node",
+    "next_autograd_sequence_number",
+    "node_sequence_number",
+    "storage_key",
+    "without_dispatch_modes",
+]
+
+CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+GROUPED_MM = torch.ops.aten._grouped_mm
+
+
+def changes_its_arguments(operator: OpOverload) -> bool:
+    """Returns True for an operator that writes to a tensor it is given (``add_``, ``out=``)."""
+    return operator._schema.is_mutable
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Returns a number that two live tensors share if, and only if, they share storage (fake tensors too)."""
+    try:
+        return torch._C._storage_id(tensor)  # type: ignore[attr-defined]
+    except (RuntimeError, NotImplementedError):  # no storage, such as a sparse tensor
+        return id(tensor)
+
+
+def current_autograd_node() -> Node | None:
+    """Returns the autograd node whose backward is running on this thread, or None in the forward pass."""
+    return torch._C._current_autograd_node()
+
+
+def next_autograd_sequence_number() -> int:
+    """Returns the number the next autograd node of this thread will get; they grow in the order of the forward pass."""
+    return torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+
+
+def node_sequence_number(node: Node) -> int:
+    """Returns the number an autograd node got when the forward pass made it."""
+    return node._sequence_nr()
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Returns a context in which operators run for real, whatever dispatch modes are active."""
+    return _disable_current_modes()

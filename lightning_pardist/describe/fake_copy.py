@@ -1,0 +1,159 @@
+"""A copy of a module (or a batch) whose tensors are all fake: no memory, and nothing of the original can change.
+
+``copy.deepcopy`` would do most of it, but stops at the first lock or process group, drags in whatever a module refers
+to (a trainer, a dataset of many gigabytes) and copies tensors it was not told about.
+"""
+
+from __future__ import annotations
+
+import collections
+import copyreg
+import enum
+import threading
+import types
+import weakref
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
+
+from lightning_pardist.base.torch_api import FakeTensorMode
+
+_ATOMIC = (
+    type(None), bool, int, float, complex, str, bytes, type, enum.Enum, range, type(Ellipsis), type(NotImplemented),
+    types.FunctionType, types.BuiltinFunctionType, types.ModuleType, types.CodeType, property,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, weakref.ReferenceType,
+)  # fmt: skip
+_SHARED = (Dataset, IterableDataset, DataLoader, Sampler, torch.Generator, threading.Thread)
+"""Kinds that a training step reads at most, and that may be large or tied to the process: referred to, not copied."""
+_LARGE_ARRAY_BYTES = 1 << 20
+_SHARED_PACKAGES = ("torch.distributed", "lightning.", "lightning_fabric.", "pytorch_lightning.")
+"""Objects of these packages that are no modules (trainer, strategies, meshes, process groups) belong to the process."""
+
+
+class FakeCopier:
+    """Copies object graphs so that every tensor in them becomes fake, once, however many names it has."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        """Starts with an empty memory.
+
+        Args:
+            mode: the fake mode that owns the new tensors.
+            device: where fake tensors live that stand for no parameter with a device of its own.
+        """
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._mode = mode
+        self._device = device
+        self._memo: dict[int, Any] = {}
+        self._alive: list[Any] = []
+
+    def stand_in(self, original: object, replacement: object) -> None:
+        """Makes ``replacement`` appear in every copy where ``original`` would."""
+        self._remember(original, replacement)
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns every fake tensor made so far with the tensor it stands for."""
+        return self._pairs
+
+    def copy(self, value: Any) -> Any:
+        """Returns ``value`` with fake tensors; what cannot be copied is referred to instead."""
+        key = id(value)
+        if key in self._memo:
+            return self._memo[key]
+        if isinstance(value, torch.Tensor):
+            return self._remember(value, self._fake(value))
+        if isinstance(value, _ATOMIC) or self._is_shared(value):
+            return value
+        if type(value) in (list, dict, collections.OrderedDict, tuple, set, frozenset):
+            return self._copy_container(value)
+        if isinstance(value, types.MethodType):
+            return types.MethodType(value.__func__, self.copy(value.__self__))
+        return self._copy_object(value)
+
+    def _is_shared(self, value: object) -> bool:
+        if isinstance(value, nn.Module):
+            return False
+        if isinstance(value, np.ndarray):
+            return value.nbytes > _LARGE_ARRAY_BYTES
+        return isinstance(value, _SHARED) or type(value).__module__.startswith(_SHARED_PACKAGES)
+
+    def _remember(self, original: Any, replacement: Any) -> Any:
+        self._memo[id(original)] = replacement
+        self._alive.append(original)  # its id must not be given to another object while the memo lives
+        return replacement
+
+    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        if plain.is_meta:
+            with self._mode:
+                fake = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device=self._device)
+        else:
+            fake = self._mode.from_tensor(plain, static_shapes=True)
+            if fake.device != self._device and not isinstance(tensor, nn.Parameter):
+                with self._mode:
+                    fake = fake.to(self._device)
+        if isinstance(tensor, nn.Parameter):
+            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
+            fake.__dict__.update(tensor.__dict__)
+        elif tensor.requires_grad:
+            fake.requires_grad_()
+        self._pairs.append((fake, tensor))
+        return fake
+
+    def _copy_container(self, value: Any) -> Any:
+        if isinstance(value, (tuple, set, frozenset)):
+            return self._remember(value, type(value)([self.copy(item) for item in value]))
+        result = self._remember(value, type(value)())  # before its items: it may contain itself
+        if isinstance(value, list):
+            result.extend(self.copy(item) for item in value)
+        else:
+            result.update((self.copy(key), self.copy(item)) for key, item in value.items())
+        return result
+
+    def _copy_object(self, value: Any) -> Any:
+        # A module must be copied, or the run would touch the original's parameters: its errors are not swallowed.
+        if isinstance(value, nn.Module):
+            return self._rebuild(value)
+        try:
+            return self._rebuild(value)
+        except Exception:
+            return self._remember(value, value)
+
+    def _rebuild(self, value: Any) -> Any:
+        if hasattr(type(value), "__deepcopy__"):
+            return self._remember(value, value.__deepcopy__(self._memo))
+        reduced = _parts(value)
+        if isinstance(reduced, str):
+            return value
+        build, arguments, state, items, pairs = (*reduced, None, None, None)[:5]
+        result = build(*(self.copy(argument) for argument in arguments))
+        self._remember(value, result)
+        if state is not None:
+            _set_state(result, self.copy(state))
+        for item in items or ():
+            result.append(self.copy(item))
+        for key, item in pairs or ():
+            result[self.copy(key)] = self.copy(item)
+        return result
+
+
+def _parts(value: Any) -> Any:
+    """Returns ``value`` in parts, as pickle would; a module that forbids pickling is taken apart by its attributes."""
+    try:
+        return value.__reduce_ex__(4)
+    except Exception:
+        if not isinstance(value, nn.Module):
+            raise
+        return copyreg.__newobj__, (type(value),), value.__dict__  # type: ignore[attr-defined]
+
+
+def _set_state(target: Any, state: Any) -> None:
+    if hasattr(target, "__setstate__"):
+        target.__setstate__(state)
+        return
+    attributes, slots = state if isinstance(state, tuple) and len(state) == 2 else (state, None)
+    target.__dict__.update(attributes or {})
+    for name, item in (slots or {}).items():
+        setattr(target, name, item)

@@ -1,0 +1,164 @@
+"""Values that a fake tensor has after all: those computed from the batch and from buffers alone.
+
+The sample batch is real, so a mask's ``all()``, a longest length, the rows that ``nonzero`` finds in labels are facts,
+not guesses. For every fake tensor made from facts only, the operator and its arguments are noted; nothing is computed
+until a value is asked for, and then for real, on the CPU, without touching the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from lightning_pardist.base.torch_api import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    changes_its_arguments,
+    storage_key,
+    without_dispatch_modes,
+)
+
+_MOST_ELEMENTS = 1 << 26
+"""Tensors with more elements are not evaluated: a value that needs them counts as unknown."""
+_UNDEFINED = ("empty", "new_empty", "rand", "normal", "bernoulli", "multinomial", "dropout")
+"""Starts of operator names whose result is no function of their arguments."""
+
+
+class Fact:
+    """How to compute one tensor's value: an operator on other facts, or the value itself."""
+
+    __slots__ = ("args", "func", "index", "kwargs", "numel", "value")
+
+    def __init__(self, value: torch.Tensor | None = None, *, numel: int = 0) -> None:
+        self.value = value
+        self.numel = numel if value is None else value.numel()
+        self.func: Callable[..., Any] | None = None
+        self.args: tuple[Any, ...] = ()
+        self.kwargs: dict[str, Any] = {}
+        self.index: int | None = None
+
+    def evaluate(self) -> torch.Tensor:
+        """Returns the value, computed once."""
+        if self.value is None:
+            assert self.func is not None
+            if self.numel > _MOST_ELEMENTS:
+                raise OverflowError(self.numel)
+            result = self.func(*_map(_value, self.args), **_map(_value, self.kwargs))
+            self.value = result if self.index is None else result[self.index]
+        return self.value
+
+
+class KnownValues:
+    """The facts about the fake tensors of one run."""
+
+    def __init__(self, mode: FakeTensorMode) -> None:
+        self._mode = mode
+        self._facts: dict[int, tuple[torch.Tensor, Fact]] = {}
+        self._by_storage: dict[int, set[int]] = {}
+
+    def declare(self, fake: torch.Tensor, fact: Fact) -> None:
+        """Notes what ``fake`` holds."""
+        self._facts[id(fake)] = (fake, fact)
+        self._by_storage.setdefault(storage_key(fake), set()).add(id(fake))
+
+    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Returns the real value of a fake tensor, or None if it is not known."""
+        fact = self._fact(tensor)
+        return None if fact is None else self._compute(fact.evaluate)
+
+    def result(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Returns the real result of an operator whose tensor arguments are all known, else None."""
+        tensors = list(tensors_in((args, kwargs)))
+        if not tensors or any(self._fact(tensor) is None for tensor in tensors):
+            return None
+
+        def run() -> Any:
+            arguments = _map(self._fact_of_leaf, (args, _on_cpu(kwargs)))
+            positional, named = _map(_value, arguments)
+            return func(*positional, **named)
+
+        return self._compute(run)
+
+    def adopt(self, real: Any) -> Any:
+        """Returns real tensors as fake ones whose values are known."""
+        if isinstance(real, (tuple, list)):
+            return type(real)([self.adopt(item) for item in real])
+        if not isinstance(real, torch.Tensor):
+            return real
+        fake = self._mode.from_tensor(real, static_shapes=True)
+        self.declare(fake, Fact(real))
+        return fake
+
+    def note(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
+        """Notes the outputs of one operator call as facts if its inputs are, and forgets what it overwrote."""
+        if changes_its_arguments(func):
+            for tensor in tensors_in(out):
+                self._forget(tensor)
+            return
+        if func.name().split("::")[1].startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags:
+            return
+        if any(self._fact(tensor) is None for tensor in tensors_in((args, kwargs))):
+            return
+        outputs = out if isinstance(out, (tuple, list)) else (out,)
+        known_args, known_kwargs = _map(self._fact_of_leaf, (tuple(args), _on_cpu(kwargs)))
+        for index, tensor in enumerate(outputs):
+            if isinstance(tensor, torch.Tensor) and id(tensor) not in self._facts:
+                fact = Fact(numel=tensor.numel())
+                fact.func, fact.args, fact.kwargs = func, known_args, known_kwargs
+                fact.index = index if isinstance(out, (tuple, list)) else None
+                self.declare(tensor, fact)
+
+    def _forget(self, written: torch.Tensor) -> None:
+        # Every view of the storage changed with it. Facts made from it before hold the old value, as they should.
+        for key in self._by_storage.pop(storage_key(written), ()):
+            self._facts.pop(key, None)
+
+    def _fact(self, tensor: torch.Tensor) -> Fact | None:
+        known = self._facts.get(id(tensor))
+        if known is not None:
+            return known[1]
+        if isinstance(tensor, (FakeTensor, torch.nn.Parameter)) or tensor.is_meta:
+            return None
+        return Fact(tensor)  # a real tensor that user code holds outside the module
+
+    def _fact_of_leaf(self, value: Any) -> Any:
+        return self._fact(value) if isinstance(value, torch.Tensor) else value
+
+    def _compute(self, run: Callable[[], Any]) -> Any:
+        autocast_off = torch.autocast("cpu", enabled=False)
+        try:
+            with without_dispatch_modes(), torch.no_grad(), autocast_off:
+                return run()
+        except Exception:  # what cannot be computed is not known; the caller then says that it is not
+            return None
+
+
+def tensors_in(value: Any) -> Iterable[torch.Tensor]:
+    """Yields the tensors of an operator's arguments or results."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, (tuple, list)):
+        return type(value)([_map(function, item) for item in value])
+    if isinstance(value, dict):
+        return {key: _map(function, item) for key, item in value.items()}
+    return function(value)
+
+
+def _value(item: Any) -> Any:
+    return item.evaluate().cpu() if isinstance(item, Fact) else item
+
+
+def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": torch.device("cpu")} if kwargs.get("device") is not None else kwargs
