@@ -126,7 +126,10 @@ class GPT(L.LightningModule):
     def configure_optimizers(self) -> dict[str, object]:
         matrices = [parameter for parameter in self.parameters() if parameter.ndim >= 2]
         others = [parameter for parameter in self.parameters() if parameter.ndim < 2]
-        groups = [{"params": matrices, "weight_decay": self.hparams.weight_decay}, {"params": others, "weight_decay": 0}]
+        groups = [
+            {"params": matrices, "weight_decay": self.hparams.weight_decay},
+            {"params": others, "weight_decay": 0},
+        ]
         optimizer = torch.optim.AdamW(groups, lr=self.hparams.learning_rate, betas=(0.9, 0.95))
         total = int(self.trainer.estimated_stepping_batches)
         warmup = self.hparams.warmup_steps

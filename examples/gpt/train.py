@@ -31,7 +31,9 @@ class PrintProgress(L.Callback):
         """Over all processes, validation not counted."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
-    def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Tensor, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: L.Trainer, module: L.LightningModule, batch: Tensor, batch_idx: int
+    ) -> None:
         self.started = time.perf_counter()
 
     def on_train_batch_end(

@@ -1,0 +1,89 @@
+"""Every example runs as its first line says, only shorter."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+pytestmark = pytest.mark.example
+
+
+def output(folder: Path, example: str, *arguments: str) -> str:
+    """Returns what the example printed; it must have ended well, and it must not need to be run from the repository."""
+    run = subprocess.run(
+        [sys.executable, str(EXAMPLES / example), *arguments],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stdout
+    return run.stdout
+
+
+def number_after(words: str, text: str) -> float:
+    """Returns the last number that follows these words."""
+    found = re.findall(re.escape(words) + r"\s*([0-9.]+)", text)
+    assert found, text
+    return float(found[-1])
+
+
+def test_gpt_learns_and_its_module_does_not_name_this_package(tmp_path: Path) -> None:
+    for file in ("gpt_module.py", "text_data.py", "train.py"):
+        assert "lightning_pardist" not in (EXAMPLES / "gpt" / file).read_text()
+    small = ["--devices=2", "--max_steps=16", "--batch_size=4", "--width=32", "--depth=2"]
+    text = output(tmp_path, "gpt/train.py", *small)
+    assert 1 < number_after("validation:", text) < 7.5
+    assert "data_parallel_shard" in text  # the plan is shown
+    assert "A sample:" in text
+    assert text.count("16 steps on 2 processes") == 1  # by one process only
+
+
+def test_gpt_in_one_process_reaches_the_same(tmp_path: Path) -> None:
+    small = ["--max_steps=8", "--width=32", "--depth=1"]
+    losses = {}
+    for strategy, devices, batch in (("auto", 1, 8), ("pardist_hybrid", 2, 4)):
+        text = output(
+            tmp_path, "gpt/train.py", *small, f"--strategy={strategy}", f"--devices={devices}", f"--batch_size={batch}"
+        )
+        losses[strategy] = number_after("validation:", text)
+    # Lightning's sampler deals other samples to two processes than one process shuffles, so only roughly.
+    assert losses["auto"] == pytest.approx(losses["pardist_hybrid"], abs=0.3)
+
+
+@pytest.mark.hf
+def test_llama(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    text = output(tmp_path, "llama/train.py", "--max_steps=8", "--batch_size=2", "--hidden_size=32")
+    assert number_after("validation loss", text) < 5.5
+
+
+def test_convnet(tmp_path: Path) -> None:
+    text = output(tmp_path, "convnet/train.py", "--images=512", "--max_epochs=3")
+    assert number_after("accuracy: train", text) > 0.4  # one in four by chance
+
+
+@pytest.mark.parametrize("config", ["by_name.yaml", "by_class_path.yaml"])
+def test_cli(tmp_path: Path, config: str) -> None:
+    small = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--data.validation_chunks=8"]
+    text = output(
+        tmp_path,
+        "cli/main.py",
+        "fit",
+        f"--config={EXAMPLES / 'cli' / config}",
+        "--model.width=32",
+        "--trainer.enable_progress_bar=false",
+        *small,
+    )
+    assert "max_steps=4` reached" in text
+    assert "data_parallel_shard" in text
