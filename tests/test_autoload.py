@@ -65,10 +65,10 @@ def test_a_program_that_never_names_us_finds_the_names() -> None:
     """)
     arguments = {
         "pardist_ddp": {"zero_stage": 0},
-        "pardist_zero1": {"zero_stage": 1},
-        "pardist_zero2": {"zero_stage": 2},
-        "pardist_fsdp": {"zero_stage": 3},
-        "pardist_hybrid": {"zero_stage": 3, "data_parallel_replicate_size": "nodes"},
+        "pardist_zero1": {"zero_stage": 1, "data_parallel_replicate_size": 1},
+        "pardist_zero2": {"zero_stage": 2, "data_parallel_replicate_size": 1},
+        "pardist_fsdp": {"zero_stage": 3, "data_parallel_replicate_size": 1},
+        "pardist_hybrid": {"zero_stage": 3},
     }
     assert found == [arguments, False]
 

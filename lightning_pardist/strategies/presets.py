@@ -18,7 +18,7 @@ class Preset(NamedTuple):
 
     description: str
     """One line, shown by tools that list the registry."""
-    arguments: Mapping[str, int | str]
+    arguments: Mapping[str, int]
     """Keyword arguments of HybridStrategy; everything not named keeps its default."""
 
 
@@ -28,20 +28,20 @@ PRESETS: Mapping[str, Preset] = {
         {"zero_stage": 0},
     ),
     "pardist_zero1": Preset(
-        "Optimizer state sharded, gradients reduced once per optimizer step (ZeRO-1)",
-        {"zero_stage": 1},
+        "Optimizer state sharded over all ranks, gradients reduced once per optimizer step (ZeRO-1)",
+        {"zero_stage": 1, "data_parallel_replicate_size": 1},
     ),
     "pardist_zero2": Preset(
-        "Optimizer state and gradients sharded, parameters kept after forward (ZeRO-2)",
-        {"zero_stage": 2},
+        "Optimizer state and gradients sharded over all ranks, parameters kept after forward (ZeRO-2)",
+        {"zero_stage": 2, "data_parallel_replicate_size": 1},
     ),
     "pardist_fsdp": Preset(
         "Parameters, gradients and optimizer state sharded over all ranks (FSDP2, ZeRO-3)",
-        {"zero_stage": 3},
+        {"zero_stage": 3, "data_parallel_replicate_size": 1},
     ),
     "pardist_hybrid": Preset(
         "Everything sharded within a node, replicated across nodes (HSDP); on one node sharded over all ranks",
-        {"zero_stage": 3, "data_parallel_replicate_size": "nodes"},
+        {"zero_stage": 3},  # sizes "auto": one replica per node
     ),
 }
 
