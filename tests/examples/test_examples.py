@@ -73,17 +73,29 @@ def test_convnet(tmp_path: Path) -> None:
     assert number_after("accuracy: train", text) > 0.4  # one in four by chance
 
 
-@pytest.mark.parametrize("config", ["by_name.yaml", "by_class_path.yaml"])
-def test_cli(tmp_path: Path, config: str) -> None:
-    small = ["--trainer.max_steps=4", "--trainer.val_check_interval=2", "--data.validation_chunks=8"]
-    text = output(
-        tmp_path,
-        "cli/main.py",
-        "fit",
-        f"--config={EXAMPLES / 'cli' / config}",
-        "--model.width=32",
-        "--trainer.enable_progress_bar=false",
-        *small,
-    )
+CLI_SMALL = (
+    "--trainer.max_steps=4",
+    "--trainer.val_check_interval=2",
+    "--trainer.enable_progress_bar=false",
+    "--data.validation_chunks=8",
+    "--model.width=32",
+)
+
+
+def test_cli_with_the_strategy_by_name(tmp_path: Path) -> None:
+    text = output(tmp_path, "cli/main.py", "fit", f"--config={EXAMPLES / 'cli' / 'by_name.yaml'}", *CLI_SMALL)
     assert "max_steps=4` reached" in text
-    assert "data_parallel_shard" in text
+    assert "data_parallel_shard      2" in text
+
+
+def test_cli_with_the_strategy_by_class_and_its_saved_config_reloads(tmp_path: Path) -> None:
+    config = f"--config={EXAMPLES / 'cli' / 'by_class_path.yaml'}"
+    text = output(tmp_path, "cli/main.py", "fit", config, *CLI_SMALL)
+    assert "max_steps=4` reached" in text
+    assert "data_parallel_replicate  2" in text
+    assert "data_parallel_shard      2" in text
+    logs = tmp_path / "lightning_logs"
+    output(tmp_path, "cli/main.py", "fit", f"--config={logs / 'version_0' / 'config.yaml'}")
+    first, again = ((logs / version / "metrics.csv").read_text() for version in ("version_0", "version_1"))
+    assert first == again
+    assert "val_loss" in first
