@@ -24,6 +24,8 @@ class Meshes:
 
     world: DeviceMesh
     """All axes, outer to inner; size-1 axes included. ``world["data_parallel"]`` is the joint data axis."""
+    data_parallel: DeviceMesh
+    """1-D mesh of the ranks that read different samples, over the replicate and shard axes."""
     control: ProcessGroup
     """World-wide group for small host messages; on a GPU run these then never wait for device work."""
 
@@ -31,11 +33,6 @@ class Meshes:
     def sizes(self) -> AxisSizes:
         """Sizes as the live mesh has them."""
         return AxisSizes(**{axis: self.world[axis].size() for axis in axes.AXES})
-
-    @property
-    def data_parallel(self) -> DeviceMesh:
-        """1-D mesh of the ranks that read different samples."""
-        return self.world[axes.DATA_PARALLEL]
 
     @property
     def data_parallel_rank(self) -> int:
@@ -71,11 +68,11 @@ def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None =
     """
     assert sizes.world_size == dist.get_world_size(), (sizes, dist.get_world_size())
     world = init_device_mesh(device_type, tuple(sizes.as_dict().values()), mesh_dim_names=axes.AXES)
-    torch_dist_api.flatten_axes(world, axes.DATA_AXES, name=axes.DATA_PARALLEL)
+    data_parallel = torch_dist_api.flatten_axes(world, axes.DATA_AXES, name=axes.DATA_PARALLEL)
     if timeout is not None:
-        for axis in (*axes.AXES, axes.DATA_PARALLEL):
-            torch_dist_api.set_group_timeout(world[axis].get_group(), timeout)
-    return Meshes(world=world, control=_control_group(device_type, timeout))
+        for mesh in (*(world[axis] for axis in axes.AXES), data_parallel):
+            torch_dist_api.set_group_timeout(mesh.get_group(), timeout)
+    return Meshes(world=world, data_parallel=data_parallel, control=_control_group(device_type, timeout))
 
 
 def _control_group(device_type: str, timeout: timedelta | None) -> ProcessGroup:

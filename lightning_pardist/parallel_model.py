@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 from torch import nn
 
 from lightning_pardist.mesh import Meshes
+from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ class HeldScalar:
 
     def _register(self, parameter: nn.Parameter) -> None:
         for module, name in self.owners:
-            module._parameters[name] = parameter
+            module.register_parameter(name, parameter)
 
 
 @dataclass(eq=False)
@@ -61,6 +62,8 @@ class ParallelModel:
     meshes: Meshes | None
     """None on one rank, where there is nothing to talk to."""
     scalars: list[HeldScalar] = field(default_factory=list)
+    profile: ModelProfile | None = None
+    """What the plan was made from."""
     reducer: DistributedDataParallel | None = None
     """Set while training under ``replicate``."""
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,6 +69,11 @@ def is_gathered(module: nn.Module) -> bool:
     """Returns True while the module's own group holds whole parameters."""
     state = cast(FSDPModule, module)._get_fsdp_state()
     return any(group.is_unsharded for group in state._fsdp_param_groups)
+
+
+def ignore_in_reducer(module: nn.Module, names: Sequence[str]) -> None:
+    """Keeps parameters out of DistributedDataParallel; torch offers this under a private name only."""
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, list(names))
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from lightning_pardist.apply.order import apply_plan
+from lightning_pardist.apply.sync_batch_norm import convert_batch_norms
 
-__all__ = ["apply_plan"]
+__all__ = ["apply_plan", "convert_batch_norms"]

@@ -57,16 +57,13 @@ def hold_scalars(model: ParallelModel, weights: Weights) -> list[HeldScalar]:
         owners = [
             (module, key)
             for module in model.module.modules()
-            for key, own in module._parameters.items()
+            for key, own in module.named_parameters(recurse=False, remove_duplicate=False)
             if own is parameter
         ]
         for owner, _ in owners:
             weights.make_ready_own(owner)
-        # Materializing replaces the object.
-        local = owners[0][0]._parameters[owners[0][1]]
-        assert local is not None
-        placed = DTensor.from_local(local.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
-        held = HeldScalar(owners, nn.Parameter(placed, requires_grad=local.requires_grad), local)
+        placed = DTensor.from_local(parameter.detach(), mesh, [Replicate()] * mesh.ndim, run_check=False)
+        held = HeldScalar(owners, nn.Parameter(placed, requires_grad=parameter.requires_grad), parameter)
         held.show_stored()
         found.append(held)
     return found

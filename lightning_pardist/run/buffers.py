@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
+from lightning_pardist.base.batch_norm import is_batch_norm
 from lightning_pardist.parallel_model import ParallelModel
 
 
@@ -37,7 +37,7 @@ def average_statistics_(model: ParallelModel) -> None:
 def _statistics(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, child in module.named_modules():
         # SyncBatchNorm has seen all ranks' samples already.
-        if not isinstance(child, _BatchNorm) or isinstance(child, nn.SyncBatchNorm):
+        if not is_batch_norm(child) or isinstance(child, nn.SyncBatchNorm):
             continue
         for key in ("running_mean", "running_var"):
             tensor = getattr(child, key)

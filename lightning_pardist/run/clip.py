@@ -83,8 +83,8 @@ def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
         device = local_tensor(gradients[0]).device if gradients else torch.device("cpu")
         return torch.zeros((), device=device)
     wide = [g if g.dtype in (torch.float32, torch.float64) else g.float() for g in locals_]
-    norms = torch.stack([n.to(wide[0].device) for n in torch._foreach_norm(wide, norm_type)])
-    return norms.max() if norm_type == float("inf") else (norms**norm_type).sum()
+    norm = nn.utils.get_total_norm(wide, norm_type)
+    return norm if norm_type == float("inf") else norm**norm_type
 
 
 def _scale(gradients: list[Tensor], factor: Tensor) -> None:

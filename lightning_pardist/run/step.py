@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
@@ -16,6 +17,14 @@ from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
 from lightning_pardist.run.reduce import average_gradients, average_scalars
 
 _T = TypeVar("_T")
+
+
+# torch 2.13 renamed the switch and warns about the old name.
+_BUFFER_SYNC = (
+    "forward_sync_buffers"
+    if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
+    else "broadcast_buffers"
+)
 
 
 class _Entry(nn.Module):
@@ -168,9 +177,7 @@ class StepRunner:
         assert model.meshes is not None
         plan = model.plan.data_parallel
         entry = _Entry(model.module)
-        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(
-            entry, [f"module.{name}" for name in plan.ignored_parameters]
-        )
+        torch_dist_api.ignore_in_reducer(entry, [f"module.{name}" for name in plan.ignored_parameters])
         device = model_device(model)
         return DistributedDataParallel(
             entry,
@@ -179,8 +186,8 @@ class StepRunner:
             find_unused_parameters=plan.find_unused_parameters,
             gradient_as_bucket_view=True,
             # Weights were made equal at set-up; buffers are averaged where they are used, before evaluation and saves.
-            broadcast_buffers=False,
             init_sync=False,
+            **{_BUFFER_SYNC: False},
         )
 
     def _gather_root(self) -> None:

@@ -1,0 +1,61 @@
+"""Batch norm over the samples of all data ranks."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.nn.functional import all_reduce
+
+from lightning_pardist.mesh import Meshes
+
+
+class HostSyncBatchNorm(nn.SyncBatchNorm):
+    """torch's SyncBatchNorm refuses tensors on the host; this one computes the same there."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+        """Returns the normalised input, of the same shape and dtype.
+
+        Args:
+            input: shape (rows, features, ...), this rank's rows; training statistics are those of all data ranks.
+        """
+        self._check_input_dim(input)
+        uses_batch = self.training or not self.track_running_stats
+        if not uses_batch:
+            return F.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
+            )
+        wide = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
+        dims = [dim for dim in range(input.dim()) if dim != 1]
+        shape = [1, -1] + [1] * (input.dim() - 2)
+        rows = wide.new_tensor([input.numel() / input.shape[1]])
+        first = all_reduce(torch.cat([wide.sum(dims), rows]), group=self.process_group)
+        count = first[-1].detach()
+        mean = first[:-1] / count
+        centred = wide - mean.view(shape)
+        var = all_reduce((centred * centred).sum(dims), group=self.process_group) / count
+        if self.training and self.track_running_stats:
+            self._update_running(mean.detach(), var.detach(), count)
+        out = centred * torch.rsqrt(var + self.eps).view(shape)
+        if self.affine:
+            out = out * self.weight.view(shape) + self.bias.view(shape)
+        return out.to(input.dtype)
+
+    def _update_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+        assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
+        self.num_batches_tracked.add_(1)
+        # momentum=None means the plain average over all batches so far.
+        momentum = self.momentum if self.momentum is not None else 1.0 / float(self.num_batches_tracked)
+        unbiased = var * (count / (count - 1).clamp(min=1))
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+        self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
+
+
+def convert_batch_norms(module: nn.Module, meshes: Meshes) -> None:
+    """Replaces every batch norm below ``module`` by one over all data ranks, in place; parameters stay the same objects."""
+    nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=meshes.data_parallel_group)
+    if meshes.world.device_type != "cpu":
+        return
+    for child in module.modules():
+        if type(child) is nn.SyncBatchNorm:
+            child.__class__ = HostSyncBatchNorm

@@ -1,0 +1,434 @@
+"""HybridStrategy: Lightning's hooks, each of them a call into a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, Literal, get_args
+
+import torch
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
+from lightning.fabric.utilities.data import sized_len
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.trainer.states import TrainerFn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from lightning_pardist.base.errors import message
+from lightning_pardist.parallel_model import ParallelModel
+from lightning_pardist.run.agree import gather_objects, maxima
+from lightning_pardist.run.buffers import average_statistics_
+from lightning_pardist.run.step import StepRunner
+from lightning_pardist.specs.config import ParallelConfig, Size
+from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies.batches import agree_on_length, keep_order
+from lightning_pardist.strategies.mesh_strategy import MeshStrategy
+from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
+from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers
+from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
+from lightning_pardist.strategies.predictions import PredictTurns, gather_in_order
+from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
+
+OnNonFinite = Literal["propagate", "skip", "raise"]
+
+
+class HybridStrategy(MeshStrategy):
+    """Trains an unchanged LightningModule on a device mesh.
+
+    Args:
+        data_parallel_replicate_size: copies of the model; ``"auto"`` is one per node.
+        data_parallel_shard_size: ranks that share one copy; ``"auto"`` is what the other axes leave.
+        tensor_parallel_size: ranks that share each matrix (1 in this version).
+        pipeline_parallel_size: stages of the block stack (1 in this version).
+        context_parallel_size: ranks that share one sequence (1 in this version).
+        expert_parallel_size: ranks that share the experts (1 in this version).
+        zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
+        cpu_offload: keep sharded state in host memory.
+        fsdp_units: class names or module name patterns that replace the derived sharding units.
+        gradient_clip_norm_type: p of the norm that ``Trainer(gradient_clip_val=...)`` clips by.
+        on_nonfinite_loss: what all ranks do when the loss of any is NaN or infinite: ``"propagate"`` it as one process
+            would (no cost), ``"skip"`` the step or ``"raise"`` (both wait for the loss on the device).
+        gather_predictions: ``Trainer.predict`` returns all predictions in order on every rank instead of each rank's.
+        sample_batch: a batch to describe the module with, if the training data cannot give one.
+        print_plan: show the plan as a table at the start, on rank 0.
+        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
+        process_group_backend: such as ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; default by device.
+        timeout: bound on every collective.
+
+    Raises:
+        ValueError: for sizes that no world could satisfy, or options that exclude each other.
+    """
+
+    strategy_name = "pardist_hybrid"
+
+    def __init__(
+        self,
+        data_parallel_replicate_size: Size = "auto",
+        data_parallel_shard_size: Size = "auto",
+        tensor_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        zero_stage: Literal[0, 1, 2, 3] = 3,
+        cpu_offload: bool = False,
+        fsdp_units: Sequence[str] | None = None,
+        gradient_clip_norm_type: float = 2.0,
+        on_nonfinite_loss: OnNonFinite = "propagate",
+        gather_predictions: bool = False,
+        sample_batch: Any = None,
+        print_plan: bool = True,
+        accelerator: Accelerator | None = None,
+        parallel_devices: list[torch.device] | None = None,
+        cluster_environment: ClusterEnvironment | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        process_group_backend: str | None = None,
+        timeout: timedelta | None = default_pg_timeout,
+    ) -> None:
+        config = ParallelConfig(
+            data_parallel_replicate_size=data_parallel_replicate_size,
+            data_parallel_shard_size=data_parallel_shard_size,
+            tensor_parallel_size=tensor_parallel_size,
+            pipeline_parallel_size=pipeline_parallel_size,
+            context_parallel_size=context_parallel_size,
+            expert_parallel_size=expert_parallel_size,
+            zero_stage=zero_stage,
+            cpu_offload=cpu_offload,
+            fsdp_units=tuple(fsdp_units or ()),
+        )
+        self._norm_type = check_norm_type(gradient_clip_norm_type)
+        super().__init__(
+            config,
+            accelerator,
+            parallel_devices,
+            cluster_environment,
+            checkpoint_io,
+            precision_plugin,
+            process_group_backend,
+            timeout,
+        )
+        self._on_nonfinite = _check_on_nonfinite(on_nonfinite_loss)
+        self._gather_predictions = gather_predictions
+        self._sample_batch = sample_batch
+        self._print_plan = print_plan
+        self._parallel_model: ParallelModel | None = None
+        self._runner: StepRunner | None = None
+        self._logs: StepLogs | None = None
+        self._train_loaders: lightning_api.TrainLoaders | None = None
+        self._guard = SkipGuard()
+        self._undo: list[Callable[[], None]] = []
+        self._predict_turns = PredictTurns()
+
+    # ---- what was done ---------------------------------------------------------------------------------------------
+
+    @property
+    def parallel_model(self) -> ParallelModel | None:
+        """The spread module with its plan; None before ``setup``."""
+        return self._parallel_model
+
+    @property
+    def plan(self) -> ParallelPlan | None:
+        """What was done to the module; None before ``setup``."""
+        return None if self._parallel_model is None else self._parallel_model.plan
+
+    # ---- set-up --------------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def precision_plugin(self) -> Precision:
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        self._precision_plugin = (
+            None if plugin is None else mesh_precision(plugin, lambda: self._meshes, self._norm_type)
+        )
+
+    @property
+    def _lightning_module(self) -> LightningModule | None:
+        return self._attached
+
+    @_lightning_module.setter
+    def _lightning_module(self, module: LightningModule | None) -> None:
+        # The Trainer sets this first of all, just before its own check of compiled modules, which knows no way out.
+        if module is not None:
+            _refuse_compiled(module)
+        self._attached = module
+
+    @override
+    def connect(self, model: LightningModule) -> None:
+        if self._logs is not None:
+            self._logs.uninstall()
+        self._logs = StepLogs(model)
+        super().connect(model)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None and self.lightning_module is not None
+        self.accelerator.setup(trainer)
+        self._keep_inference_mode_out(trainer)
+        module = self.lightning_module
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        if fitting:
+            self._train_loaders = lightning_api.TrainLoaders(trainer)
+            self._undo.append(self._train_loaders.uninstall)
+        request = SpreadRequest(
+            config=self.config,
+            meshes=self._meshes,
+            device=self.root_device,
+            precision=self.precision_plugin,
+            layer_sync=self._layer_sync is not None,
+            sample_batch=self._sample_batch,
+            loaders=self._train_loaders if fitting else None,
+        )
+        self._parallel_model = spread(module, request)
+        self._runner = StepRunner(self._parallel_model, manual_optimization=not module.automatic_optimization)
+        self._reset_optimizers_and_schedulers()
+        if fitting:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, self._parallel_model)
+        self.setup_precision_plugin()
+        if fitting:
+            if not self.config.cpu_offload:
+                lightning_api.optimizers_to_device(self.optimizers, self.root_device)
+            self._undo.append(self._guard.install(module, self.lr_scheduler_configs))
+        if self._meshes is not None:
+            self._undo.append(lightning_api.before_epoch_metrics(trainer, self._sync_epoch_metrics))
+        if self._print_plan and self.is_global_zero:
+            announce(self._parallel_model, self.optimizers)
+
+    def _keep_inference_mode_out(self, trainer: Trainer) -> None:
+        """Evaluates under no_grad: buffers that fully_shard makes under inference_mode could never train again."""
+        for loop in lightning_api.evaluation_loops(trainer):
+            if loop.inference_mode:
+                loop.inference_mode = False
+
+    @override
+    def model_to_device(self) -> None:
+        """Nothing to do: the module reached its device piece by piece while it was spread."""
+
+    @contextmanager
+    @override
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        # Tensors stay on the host, or on meta if asked: each unit reaches the device when it is cut.
+        with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    @override
+    def process_dataloader(self, dataloader: object) -> object:
+        if self._meshes is None:
+            return dataloader
+        trainer = self._trainer()
+        if trainer.training and self._train_loaders is not None:
+            keep_order(dataloader, self._train_loaders)
+        if trainer.predicting and sized_len(dataloader) is not None:
+            return dataloader  # ranks are kept in step by repeating a rank's last batch, see predict_step
+        if not trainer.training and self._kind() != "shard":
+            return dataloader  # evaluating whole copies needs no other rank
+        return agree_on_length(dataloader, self._meshes, training=trainer.training)
+
+    # ---- steps ---------------------------------------------------------------------------------------------------
+
+    @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        module, runner = self._module(), self._live_runner()
+        if self._meshes is None:
+            with self.precision_plugin.train_step_context():
+                return module.training_step(*args, **kwargs)
+        assert self._logs is not None
+        batch = args[0] if args else next(iter(kwargs.values()), None)
+        with self._logs.noting(batch) as noted, self.precision_plugin.train_step_context():
+            output = runner.forward(lambda: module.training_step(*args, **kwargs))
+        return self._agree_on(output, noted)
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        module, runner = self._module(), self._live_runner()
+        if self._guard.skips_backward:
+            runner.skip_backward()
+            return closure_loss.detach()
+        self.pre_backward(closure_loss)
+        loss = runner.loss_to_backward(self.precision_plugin.pre_backward(closure_loss, module))
+        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        runner.after_backward()
+        self._guard.saw_backward()
+        loss = self.precision_plugin.post_backward(loss, module)
+        self.post_backward(loss)
+        return loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        if not self._module().automatic_optimization:
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+            self._live_runner().after_optimizer_step()
+            return result
+        if self._meshes is None or isinstance(optimizer, torch.optim.LBFGS):
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        with torch.enable_grad():
+            result = closure()
+        if self._guard.window_is_empty():
+            return result
+        return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+
+    @contextmanager
+    @override
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        with self._live_runner().accumulating():
+            yield
+
+    @override
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.val_step_context():
+            return self._evaluate(self._module().validation_step, args, kwargs)
+
+    @override
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.test_step_context():
+            return self._evaluate(self._module().test_step, args, kwargs)
+
+    @override
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self.precision_plugin.predict_step_context():
+            output = self._evaluate(self._module().predict_step, args, kwargs)
+            for _ in range(self._predict_turns.left_to_join()):
+                # Other ranks have one more batch: join their collectives, throw the result away.
+                self._evaluate(self._module().predict_step, args, kwargs)
+        return output
+
+    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with torch.inference_mode(False), torch.no_grad():
+            return self._live_runner().forward(lambda: step(*args, **kwargs))
+
+    def _agree_on(self, output: Any, noted: list[Logged]) -> Any:
+        """Returns the step's output once all ranks know what all of them got, and logs what they logged."""
+        assert self._meshes is not None and self._logs is not None
+        automatic = self._module().automatic_optimization
+        digest = names_digest(noted)
+        loss = output.get("loss") if isinstance(output, dict) else output
+        missing = automatic and output is None
+        nonfinite = (
+            self._on_nonfinite != "propagate"
+            and isinstance(loss, Tensor)
+            and not bool(torch.isfinite(loss.detach()).all())
+        )
+        any_missing, any_nonfinite, highest, lowest = maxima([missing, nonfinite, digest, -digest], self._meshes)
+        self._logs.replay(noted, self._meshes, self.root_device, same_names=highest == -lowest)
+        if any_nonfinite and self._on_nonfinite == "raise":
+            ranks = [r for r, bad in enumerate(gather_objects(nonfinite, self._meshes)) if bad]
+            raise FloatingPointError(f"the loss is not finite on rank(s) {ranks}; the strategy's on_nonfinite_loss='raise'")
+        self._guard.decide(skip=bool(any_missing or any_nonfinite))
+        if output is None and automatic:
+            # Lightning refuses None on several ranks, for it cannot know that they agreed.
+            return torch.full((), float("nan"), device=self.root_device, requires_grad=True)
+        return output
+
+    # ---- between steps -------------------------------------------------------------------------------------------
+
+    @override
+    def on_validation_start(self) -> None:
+        self._before_evaluation()
+
+    @override
+    def on_test_start(self) -> None:
+        self._before_evaluation()
+
+    @override
+    def on_predict_start(self) -> None:
+        self._before_evaluation()
+        in_step = self._meshes is not None and self._kind() == "shard"
+        self._predict_turns.start(self._trainer().predict_loop.max_batches, self._meshes if in_step else None)
+
+    @override
+    def on_validation_end(self) -> None:
+        self._live_runner().free_gathered()
+
+    @override
+    def on_test_end(self) -> None:
+        self._live_runner().free_gathered()
+
+    @override
+    def on_predict_end(self) -> None:
+        self._live_runner().free_gathered()
+        loop = self._trainer().predict_loop
+        if not (self._gather_predictions and self._meshes is not None and loop.return_predictions):
+            return
+        predictions = loop.predictions
+        per_loader = [predictions] if loop.num_dataloaders == 1 else predictions
+        for outputs, indices in zip(per_loader, lightning_api.predicted_indices(self._trainer()), strict=True):
+            outputs[:] = gather_in_order(outputs, indices[: len(outputs)], self._meshes)
+
+    def _before_evaluation(self) -> None:
+        assert self._parallel_model is not None
+        self._live_runner().free_gathered()
+        average_statistics_(self._parallel_model)
+
+    def _sync_epoch_metrics(self) -> None:
+        assert self._meshes is not None
+        sync_epoch_metrics(self._trainer(), self._meshes, self.root_device)
+
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    @override
+    def teardown(self) -> None:
+        while self._undo:
+            self._undo.pop()()
+        if self._logs is not None:
+            self._logs.uninstall()
+            self._logs = None
+        assert self.cluster_environment is not None and self.accelerator is not None
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+        self.checkpoint_io.teardown()
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _trainer(self) -> Trainer:
+        return self._module().trainer
+
+    def _live_runner(self) -> StepRunner:
+        assert self._runner is not None
+        return self._runner
+
+    def _kind(self) -> str:
+        return "none" if self._parallel_model is None else self._parallel_model.kind
+
+
+def _check_on_nonfinite(value: OnNonFinite) -> OnNonFinite:
+    if value in get_args(OnNonFinite):
+        return value
+    raise ValueError(
+        message(
+            f"on_nonfinite_loss must be one of {', '.join(get_args(OnNonFinite))}.",
+            got=f"on_nonfinite_loss={value!r}",
+            source="the strategy's arguments",
+            change="'propagate' does what one process does; 'skip' drops the step on all ranks; 'raise' stops",
+        )
+    )
+
+
+def _refuse_compiled(module: LightningModule) -> None:
+    if not lightning_api.is_compiled(module):
+        return
+    raise ValueError(
+        message(
+            "The LightningModule itself must not be compiled: sharding hooks sit between its parts.",
+            got=f"torch.compile({type(module).__name__})",
+            source="the model passed to the Trainer",
+            change="pass the plain module, and compile its blocks inside it (for block in self.blocks: block.compile())",
+        )
+    )

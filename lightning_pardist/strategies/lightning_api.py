@@ -1,0 +1,148 @@
+"""Every private name of Lightning that this package relies on, in one place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from lightning.fabric.utilities.distributed import (
+    _distributed_is_initialized,
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+)
+from lightning.fabric.utilities.optimizer import _optimizers_to_device
+from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import SequentialSampler
+
+SubprocessScriptLauncher = _SubprocessScriptLauncher
+ResultMetric = _ResultMetric
+default_backend = _get_default_process_group_backend_for_device
+distributed_is_initialized = _distributed_is_initialized
+init_process_group = _init_dist_connection
+optimizers_to_device = _optimizers_to_device
+
+
+def set_rank_zero(rank: int) -> None:
+    """Tells Lightning's rank-zero helpers which rank this is; both packages keep a copy."""
+    rank_zero_only.rank = fabric_rank_zero_only.rank = rank
+
+
+def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
+    """Makes the mesh available as ``self.device_mesh`` in the user's hooks, as ModelParallelStrategy does."""
+    module._device_mesh = mesh
+
+
+def is_compiled(module: LightningModule) -> bool:
+    """Returns True if ``torch.compile`` was called on the LightningModule itself."""
+    return module._compiler_ctx is not None
+
+
+def evaluation_loops(trainer: Trainer) -> Iterator[Any]:
+    """Yields every loop that runs steps without gradients."""
+    yield trainer.fit_loop.epoch_loop.val_loop
+    yield trainer.validate_loop
+    yield trainer.test_loop
+    yield trainer.predict_loop
+
+
+def result_metrics(trainer: Trainer) -> dict[str, ResultMetric]:
+    """Returns what ``self.log`` has collected in the running loop, by ``<hook>.<name>[.<dataloader>]``."""
+    results = trainer._results
+    return {} if results is None else {key: metric for key, metric in results.items() if not metric.has_reset}
+
+
+def before_epoch_metrics(trainer: Trainer, fn: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``fn`` each time Lightning is about to compute epoch-level metrics; returns a function that ends this.
+
+    The three methods are the only places where that happens, on all ranks alike.
+    """
+    connector = trainer._logger_connector
+    names = ("epoch_end_reached", "update_eval_epoch_metrics", "update_train_epoch_metrics")
+
+    def wrap(method: Callable[..., Any]) -> Callable[..., Any]:
+        def with_fn(*args: Any, **kwargs: Any) -> Any:
+            fn()
+            return method(*args, **kwargs)
+
+        return with_fn
+
+    for name in names:
+        setattr(connector, name, wrap(getattr(connector, name)))
+
+    def end() -> None:
+        for name in names:
+            vars(connector).pop(name, None)
+
+    return end
+
+
+class TrainLoaders:
+    """The user's training data loaders as the user built them, before Lightning rebuilds them with its samplers."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._source = trainer.fit_loop._data_source
+        self._ask = self._source.dataloader
+        self._early: Any = None
+        self._sequential: list[Any] = []
+        self._source.dataloader = self._answer
+
+    def peek(self) -> Any:
+        """Returns the loaders before the fit loop asks for them; the user's hook runs once all the same."""
+        if self._trainer.fit_loop._combined_loader is not None or not self._source.is_defined():
+            return None
+        if self._early is None:
+            self._early = self._ask()
+            self._note(self._early)
+        return self._early
+
+    def is_sequential(self, loader: Any) -> bool:
+        """Returns True if the user's loader over the same dataset reads it in order."""
+        return any(getattr(loader, "dataset", None) is dataset for dataset in self._sequential)
+
+    def uninstall(self) -> None:
+        """Gives the source its own method back."""
+        vars(self._source).pop("dataloader", None)
+
+    def _answer(self) -> Any:
+        loaders, self._early = self._early, None
+        if loaders is None:
+            loaders = self._ask()
+            self._note(loaders)
+        return loaders
+
+    def _note(self, loaders: Any) -> None:
+        combined = loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)
+        for loader in combined.flattened:
+            if isinstance(getattr(loader, "sampler", None), SequentialSampler):
+                self._sequential.append(loader.dataset)
+
+
+def prepare_batch(module: LightningModule, batch: Any) -> Any:
+    """Returns a batch as ``training_step`` gets it: through the user's transfer hooks, kept on the host."""
+    with torch.random.fork_rng(devices=[]):
+        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+        return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
+
+
+def predicted_indices(trainer: Trainer) -> list[list[list[int]]]:
+    """Returns, by loader and batch, the dataset indices that the predict loop has drawn on this rank.
+
+    Empty for a loader that does not tell (an iterable dataset).
+    """
+    loader = trainer.predict_loop._combined_loader
+    assert loader is not None
+    return [list(getattr(getattr(dl, "batch_sampler", None), "seen_batch_indices", [])) for dl in loader.flattened]
+
+
+def empty_cache(device: torch.device) -> None:
+    """Returns cached device memory to the system."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,177 @@
+"""MeshStrategy: who the ranks are, how they meet, and the collectives that Lightning itself asks for."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.fabric.utilities.types import ReduceOp
+from lightning.pytorch.accelerators import Accelerator
+from lightning.pytorch.plugins.precision import Precision
+from lightning.pytorch.strategies.parallel import ParallelStrategy
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from typing_extensions import override
+
+from lightning_pardist.base.errors import message
+from lightning_pardist.mesh import Meshes, build_meshes
+from lightning_pardist.run.agree import maxima
+from lightning_pardist.specs.config import ParallelConfig
+from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies.batches import publish_data_rank
+from lightning_pardist.strategies.reductions import reduce_over
+
+
+class MeshStrategy(ParallelStrategy):
+    """Ranks on a device mesh, before any module is looked at."""
+
+    is_distributed = True  # Lightning deals samples and syncs logs only for strategies that say so
+
+    def __init__(
+        self,
+        config: ParallelConfig,
+        accelerator: Accelerator | None,
+        parallel_devices: list[torch.device] | None,
+        cluster_environment: ClusterEnvironment | None,
+        checkpoint_io: CheckpointIO | None,
+        precision_plugin: Precision | None,
+        process_group_backend: str | None,
+        timeout: timedelta | None,
+    ) -> None:
+        self.config = config
+        self._meshes: Meshes | None = None
+        super().__init__(accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin)
+        self.num_nodes = 1
+        self._process_group_backend = process_group_backend
+        self._timeout = timeout
+
+    # ---- who and where -------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this node."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str | None:
+        """Backend of the default process group, once it is known."""
+        return self._process_group_backend
+
+    @property
+    def meshes(self) -> Meshes | None:
+        """The live mesh; None before ``setup_environment`` and on a world of one rank."""
+        return self._meshes
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """All axes as one mesh, as ``LightningModule.device_mesh`` shows it.
+
+        Raises:
+            RuntimeError: before the processes have met, and on a world of one rank.
+        """
+        if self._meshes is None:
+            raise RuntimeError("there is no device mesh before the processes have met, nor on a single rank")
+        return self._meshes.world
+
+    @property
+    def data_parallel_rank(self) -> int:
+        """Which share of the samples this rank reads."""
+        return 0 if self._meshes is None else self._meshes.data_parallel_rank
+
+    @property
+    def data_parallel_size(self) -> int:
+        """Number of shares the samples are dealt into."""
+        return 1 if self._meshes is None else self._meshes.data_parallel_size
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+
+    # ---- processes and mesh --------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        if not self.cluster_environment.creates_processes_externally:
+            self._launcher = lightning_api.SubprocessScriptLauncher(
+                self.cluster_environment, self.num_processes, self.num_nodes
+            )
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's helpers which rank this is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        lightning_api.set_rank_zero(self.global_rank)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        # Before any collective: a wrong layout must not leave a rank waiting.
+        sizes = self.config.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
+        reset_seed()
+        if self.world_size > 1:
+            self._connect()
+            if self._meshes is None:
+                self._meshes = build_meshes(sizes, self.root_device.type, self._timeout)
+            assert self.lightning_module is not None
+            lightning_api.set_device_mesh(self.lightning_module, self._meshes.world)
+        publish_data_rank(self._meshes)
+
+    def _connect(self) -> None:
+        self._process_group_backend = self._process_group_backend or lightning_api.default_backend(self.root_device)
+        assert self.cluster_environment is not None
+        device = None if self.root_device.type == "cpu" else self.root_device
+        lightning_api.init_process_group(
+            self.cluster_environment, self._process_group_backend, timeout=self._timeout, device_id=device
+        )
+        if dist.get_world_size() != self.world_size:
+            raise ValueError(
+                message(
+                    "The process group and the Trainer must count the same ranks.",
+                    got=f"{dist.get_world_size()} ranks in the process group, {self.world_size} in the Trainer",
+                    source="the launcher, and Trainer(devices=..., num_nodes=...)",
+                    change="make devices x num_nodes equal the number of processes that were started",
+                )
+            )
+
+    # ---- collectives that Lightning asks for ---------------------------------------------------------------------
+
+    @override
+    def reduce(
+        self, tensor: Tensor | Any, group: Any | None = None, reduce_op: ReduceOp | str | None = "mean"
+    ) -> Tensor | Any:
+        """Returns the tensor reduced over the data ranks (or ``group``); anything else comes back as it is."""
+        if self._meshes is None or not isinstance(tensor, Tensor):
+            return tensor
+        return reduce_over(tensor, group or self._meshes.data_parallel_group, reduce_op, self.root_device)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if self._meshes is not None:
+            maxima([0], self._meshes)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._meshes is None:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src=src, group=self._meshes.control)
+        return box[0]
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # Lightning's name
+        (some_no, some_yes) = maxima([not decision, bool(decision)], self._meshes)
+        return not some_no if all else bool(some_yes)
