@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
+    _destroy_dist_connection,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
     _init_dist_connection,
@@ -25,8 +28,19 @@ SubprocessScriptLauncher = _SubprocessScriptLauncher
 ResultMetric = _ResultMetric
 default_backend = _get_default_process_group_backend_for_device
 distributed_is_initialized = _distributed_is_initialized
-init_process_group = _init_dist_connection
 optimizers_to_device = _optimizers_to_device
+
+
+def init_process_group(environment: ClusterEnvironment, backend: str, **kwargs: Any) -> None:
+    """Makes the default process group unless there is one, and sees that it ends with the process.
+
+    Lightning ends it for NCCL only; a gloo group left to the interpreter's shutdown can abort the process.
+    """
+    if _distributed_is_initialized():
+        return
+    _init_dist_connection(environment, backend, **kwargs)
+    if backend != "nccl":
+        atexit.register(_destroy_dist_connection)
 
 
 def set_rank_zero(rank: int) -> None:
