@@ -105,6 +105,7 @@ class Assembler:
                 dtype=parameter.dtype,
                 requires_grad=parameter.requires_grad,
                 phases=self._phases_using(name),
+                users=tuple(self._recorder.users.get(name, ())) if self._recorder else (),
             )
             for name, parameter in self._module.named_parameters()
         )

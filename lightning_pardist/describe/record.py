@@ -97,6 +97,9 @@ class StepRecorder(TorchDispatchMode):
         self.uses: dict[str, dict[int, None]] = {}
         """Parameter name -> segments that use it, in order."""
         self.called_modules: dict[str, None] = {}
+        self.users: dict[str, dict[str, None]] = {}
+        """Parameter name -> modules whose forward was the innermost one running when it was used, in order."""
+        self._running: list[str] = [""]
         self._known = known
         self._open: list[int] = []
         self._origins: dict[int, _Origin] = {}
@@ -128,7 +131,19 @@ class StepRecorder(TorchDispatchMode):
                 child.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True)
                 child.register_forward_hook(self._leaving(name))
             else:
-                child.register_forward_pre_hook(self._calling(name))
+                child.register_forward_pre_hook(self._calling(name), prepend=True)
+            # The very first and the very last hook of a call, whether it ends or fails.
+            child.register_forward_pre_hook(self._running_starts(name), prepend=True)
+            child.register_forward_hook(self._running_ends, always_call=True)
+
+    def _running_starts(self, name: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any) -> None:
+            self._running.append(name)
+
+        return hook
+
+    def _running_ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
 
     def _calling(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:
@@ -240,6 +255,7 @@ class StepRecorder(TorchDispatchMode):
             parameter = self._parameters.get(id(tensor)) or (origin.parameter if origin else None)
             if parameter is not None:
                 self.uses.setdefault(parameter, {})[owner] = None
+                self.users.setdefault(parameter, {})[self._running[-1]] = None
                 depends |= 1 << owner
             if origin is not None:
                 depends |= origin.depends

@@ -139,13 +139,6 @@ class TrainLoaders:
                 self._sequential.append(loader.dataset)
 
 
-def prepare_batch(module: LightningModule, batch: Any) -> Any:
-    """Returns a batch as ``training_step`` gets it: through the user's transfer hooks, kept on the host."""
-    with torch.random.fork_rng(devices=[]):
-        batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
-        return module._apply_batch_transfer_handler(batch, device=torch.device("cpu"), dataloader_idx=0)
-
-
 def predicted_indices(trainer: Trainer) -> list[list[list[int]]]:
     """Returns, by loader and batch, the dataset indices that the predict loop has drawn on this rank.
 

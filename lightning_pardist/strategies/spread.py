@@ -119,7 +119,7 @@ def _describe(module: LightningModule, sample: Sample | None, request: SpreadReq
 def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:
     if sample is None:
         return module_tree_profile(module, "there was no sample batch")
-    batch = lightning_api.prepare_batch(module, request.precision.convert_input(sample.batch))
+    batch = request.precision.convert_input(sample.batch)
     autocast = torch.bfloat16 if str(request.precision.precision) == "bf16-mixed" else None
     return profile_model(module, batch, entry=sample.entry, autocast_dtype=autocast)
 
