@@ -1,7 +1,7 @@
 """The part of a checkpoint that is no tensor of the model or an optimizer: written with ``torch.save`` by one rank.
 
-``trainer.pt``: the caller's dictionary (loops, callbacks, schedulers, hyperparameters). ``objects.pt``: optimizer groups,
-and optimizer and module state that is no tensor. ``rank-<r>.pt``: what differs between ranks.
+``trainer.pt``: the caller's dictionary (loops, callbacks, schedulers, hyperparameters). ``objects.pt``: groups of the
+optimizers, and optimizer and module state that is no tensor. ``rank-<r>.pt``: what differs between ranks.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-
+"""The ``pardist`` command."""
