@@ -9,24 +9,31 @@ from __future__ import annotations
 
 from lightning_pardist._autoload import autoload
 
-__version__ = "0.1.0"
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from lightning_pardist.base.version import __version__
+    from lightning_pardist.describe import profile_model
     from lightning_pardist.specs.config import ParallelConfig
     from lightning_pardist.specs.model_profile import ModelProfile
+    from lightning_pardist.strategies.batches import data_parallel_rank_and_size
     from lightning_pardist.strategies.hybrid import HybridStrategy
 
 __all__ = [
     "HybridStrategy",
-    "ModelProfile",
     "ParallelConfig",
+    "ModelProfile",
+    "profile_model",
+    "data_parallel_rank_and_size",
+    "__version__",
 ]
 
 _HOME = {
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
-    "ModelProfile": "lightning_pardist.specs.model_profile",
     "ParallelConfig": "lightning_pardist.specs.config",
+    "ModelProfile": "lightning_pardist.specs.model_profile",
+    "profile_model": "lightning_pardist.describe",
+    "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",
+    "__version__": "lightning_pardist.base.version",
 }
 
 

@@ -241,6 +241,17 @@ def test_what_keeps_us_from_registering_is_told_and_never_raised(
     assert reason in run.stderr
 
 
+def test_every_public_name_is_there_and_none_is_loaded_before_it_is_used() -> None:
+    found = printed("""
+        import json, sys, lightning_pardist
+        early = [name for name in sys.modules if name in ("torch", "lightning", "lightning_pardist.strategies")]
+        missing = [name for name in lightning_pardist.__all__ if getattr(lightning_pardist, name, None) is None]
+        unlisted = set(lightning_pardist.__all__) - set(dir(lightning_pardist))
+        print(json.dumps([early, missing, sorted(unlisted), hasattr(lightning_pardist, "no_such_name")]))
+    """)
+    assert found == [[], [], [], False]
+
+
 def test_foreign_finders_and_loaders_do_not_break_it(pretended_lightning: Path) -> None:
     found = printed(
         """
