@@ -65,6 +65,21 @@ def refresh_trainability(root: nn.Module) -> None:
                 gathered.requires_grad_(parameter.sharded_param.requires_grad)
 
 
+def reduce_unused_parameters(root: FSDPModule, *, enable: bool) -> None:
+    """Makes parameters without a gradient take part in reductions with zeros (public in torch from 2.13 on).
+
+    Raises:
+        RuntimeError: on older torch, when it is needed.
+    """
+    switch = getattr(root, "set_reduce_scatter_unused_params", None)
+    if switch is not None:
+        switch(enable)
+    elif enable:
+        raise RuntimeError(
+            "dropping the last micro-batch of an accumulation window under hybrid sharding needs torch >= 2.13"
+        )
+
+
 def is_gathered(module: nn.Module) -> bool:
     """Returns True while the module's own group holds whole parameters."""
     state = cast(FSDPModule, module)._get_fsdp_state()

@@ -107,13 +107,27 @@ class StepRunner:
         flush = self._sync and self._pending
         self._pending = self._pending and not self._sync
         if model.kind == "shard":
-            # A backward of nothing: torch's final callback frees what is gathered and reduces what has accumulated.
-            nothing = torch.zeros((), device=model_device(model), requires_grad=True)
-            getattr(model.module, ROOT_CALL)(lambda: nothing * 1).backward()
+            self._backward_of_nothing(reduce_partial_sums=flush and model.plan.sizes.data_parallel_replicate > 1)
             if flush:
                 average_scalars(model)
         elif model.kind == "replicate" and flush:
             average_gradients(model, agree=False)
+
+    def _backward_of_nothing(self, *, reduce_partial_sums: bool) -> None:
+        """Lets torch's final callback free what is gathered and reduce the whole gradients that have accumulated.
+
+        Between hybrid replicas, partial sums of shards wait too; torch picks them up with the next gradient only, so every
+        parameter then gives a gradient of zeros.
+        """
+        root = cast(FSDPModule, self._model.module)
+        nothing = torch.zeros((), device=model_device(self._model), requires_grad=True)
+        if reduce_partial_sums:
+            torch_dist_api.reduce_unused_parameters(root, enable=True)
+        try:
+            getattr(root, ROOT_CALL)(lambda: nothing * 1).backward()
+        finally:
+            if reduce_partial_sums:
+                torch_dist_api.reduce_unused_parameters(root, enable=False)
 
     def free_gathered(self) -> None:
         """Frees every gathered parameter, so that the next forward sees what optimizers and callbacks have written."""
