@@ -20,7 +20,14 @@ from lightning_pardist.checkpoint.manifest import Manifest
 from lightning_pardist.checkpoint.pieces import Entry, entry_of
 from lightning_pardist.checkpoint.restore import OptimizerRestore
 from lightning_pardist.checkpoint.sources import ShardedSource, Source, open_source
-from lightning_pardist.checkpoint.state import MODEL, TrainState, check_optimizers, named_group, parameter_names
+from lightning_pardist.checkpoint.state import (
+    MODEL,
+    TrainState,
+    check_optimizers,
+    give_back_gathered,
+    named_group,
+    parameter_names,
+)
 from lightning_pardist.checkpoint.storage import open_storage
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 
@@ -72,6 +79,8 @@ class _Offer:
     stored: set[str]
     optimizer_used: list[set[str]]
     optimizer_stored: list[set[str]]
+    optimizer_problem: str | None
+    """Why the optimizers do not correspond; names of the module that differ would explain it, and are said first."""
 
 
 def load_checkpoint(
@@ -151,6 +160,7 @@ class _Loading:
 
     def open(self) -> _Offer:
         """Finds what to read; changes nothing."""
+        give_back_gathered(self.state.module)
         request, known = self.request, parameter_names(self.state)
         live = [
             [n for i, group in enumerate(optimizer.param_groups) for n in named_group(group, i, known)]
@@ -172,9 +182,16 @@ class _Loading:
             self.report.same_layout = self.source.manifest.layout == layout
         missing, used = self._match_model()
         stored = {key for key in self.source.infos if key.startswith(MODEL)}
-        optimizer_used, optimizer_stored = self._match_optimizers() if request.what == "all" else ([], [])
+        optimizer_used: list[set[str]] = []
+        optimizer_stored: list[set[str]] = []
+        problem = None
+        if request.what == "all":
+            try:
+                optimizer_used, optimizer_stored = self._match_optimizers()
+            except ValueError as error:
+                problem = str(error)
         self.source.check_content(self.layers[0])
-        return _Offer(missing, used, stored, optimizer_used, optimizer_stored)
+        return _Offer(missing, used, stored, optimizer_used, optimizer_stored, problem)
 
     def decide(self, offers: list[_Offer]) -> ToAll[tuple[list[str], list[str]]]:
         """Rank 0: compares the checkpoint with what all ranks hold together."""
@@ -183,6 +200,9 @@ class _Loading:
         unexpected = sorted(key[len(MODEL) :] for key in offers[0].stored - used)
         if self.request.strict and (missing or unexpected):
             raise ValueError(_names_differ(self.path, missing, unexpected))
+        problems = [offer.optimizer_problem for offer in offers if offer.optimizer_problem]
+        if problems:
+            raise ValueError(problems[0])
         for index, stored in enumerate(offers[0].optimizer_stored):
             lost = stored.difference(*(offer.optimizer_used[index] for offer in offers))
             if lost and self.request.strict:

@@ -253,8 +253,16 @@ def save_checkpoint(
     options: CheckpointOptions | None = None,
     control_group: dist.ProcessGroup | None = None,
 ) -> SaveHandle:
-    """Writes one checkpoint; a run that writes several keeps a ``Saver``, which remembers plans and buffers."""
-    return Saver(options, control_group).save(path, state, info)
+    """Writes one checkpoint; a run that writes several keeps a ``Saver``, which remembers plans and buffers.
+
+    The folder is free for other runs afterwards, or with ``async_save`` at the end of the process.
+    """
+    saver = Saver(options, control_group)
+    try:
+        return saver.save(path, state, info)
+    finally:
+        if not saver.options.async_save:
+            saver.close()
 
 
 @atexit.register

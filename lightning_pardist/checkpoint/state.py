@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -28,7 +29,7 @@ class TrainState:
     """The live objects of a run. A rank may hold a part of them (its pipeline stage); together the ranks hold all."""
 
     module: nn.Module
-    """Its parameters are plain, or DTensors of any layout. What FSDP has gathered must be given back first."""
+    """Its parameters are plain, or DTensors of any layout."""
     optimizers: Sequence[Optimizer] = ()
     """Plain torch optimizers over parameters of the module."""
     trainer: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +67,7 @@ def take_snapshot(state: TrainState) -> Snapshot:
     Raises:
         ValueError: if an optimizer keeps state in a form that cannot be stored by parameter name.
     """
+    give_back_gathered(state.module)
     aliases = state.aliases()
     entries, objects = _model_entries(state, aliases)
     optimizers = []
@@ -74,6 +76,16 @@ def take_snapshot(state: TrainState) -> Snapshot:
         optimizers.append(saved)
         entries.extend(optimizer_entries)
     return Snapshot(entries, optimizers, objects, aliases)
+
+
+def give_back_gathered(module: nn.Module) -> None:
+    """Makes the module show its shards where FSDP has left whole parameters for the backward or for the next step.
+
+    They are copies; the next forward gathers them again. Gradients that are summed up in them stay.
+    """
+    for child in module.modules():
+        if isinstance(child, FSDPModule) and torch_dist_api.is_gathered(child):
+            child.reshard()
 
 
 def parameter_names(state: TrainState) -> dict[int, str]:
