@@ -6,12 +6,18 @@ new torch release is checked here and nowhere else.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 if TYPE_CHECKING:
@@ -20,28 +26,41 @@ if TYPE_CHECKING:
 __all__ = [
     "CPU_ATTENTION",
     "CPU_ATTENTION_BACKWARD",
+    "CUDNN_RNN",
+    "CUDNN_RNN_BACKWARD",
     "GROUPED_MM",
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
     "FakeTensor",
     "FakeTensorMode",
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
-    "changes_its_arguments",
     "current_autograd_node",
     "next_autograd_sequence_number",
     "node_sequence_number",
     "storage_key",
     "without_dispatch_modes",
+    "written_arguments",
 ]
 
 CPU_ATTENTION = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 CPU_ATTENTION_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 GROUPED_MM = torch.ops.aten._grouped_mm
+CUDNN_RNN = torch.ops.aten._cudnn_rnn
+CUDNN_RNN_BACKWARD = torch.ops.aten._cudnn_rnn_backward
 
 
-def changes_its_arguments(operator: OpOverload) -> bool:
-    """Returns True for an operator that writes to a tensor it is given (``add_``, ``out=``)."""
-    return operator._schema.is_mutable
+def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Returns those arguments of a call that the operator writes to (``add_``, ``out=``); none for most operators."""
+    schema = operator._schema
+    if not schema.is_mutable:
+        return []
+    written = []
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[position] if position < len(args) else kwargs.get(argument.name))
+    return written
 
 
 def storage_key(tensor: torch.Tensor) -> int:

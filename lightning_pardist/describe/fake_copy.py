@@ -41,7 +41,7 @@ class FakeCopier:
 
         Args:
             mode: the fake mode that owns the new tensors.
-            device: where fake tensors live that stand for no parameter with a device of its own.
+            device: where all fake tensors live.
         """
         self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._mode = mode
@@ -86,14 +86,12 @@ class FakeCopier:
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
         plain = tensor.detach()
-        if plain.is_meta:
+        fake: torch.Tensor
+        if plain.device == self._device:
+            fake = self._mode.from_tensor(plain, static_shapes=True)
+        else:
             with self._mode:
                 fake = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device=self._device)
-        else:
-            fake = self._mode.from_tensor(plain, static_shapes=True)
-            if fake.device != self._device and not isinstance(tensor, nn.Parameter):
-                with self._mode:
-                    fake = fake.to(self._device)
         if isinstance(tensor, nn.Parameter):
             fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
             fake.__dict__.update(tensor.__dict__)

@@ -1,13 +1,16 @@
-"""Operators whose fake kernel refuses what the real kernel takes, and what the fake run does instead."""
+"""Operators whose fake kernel differs from the real one in what it takes or gives, and what the fake run does."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
-from lightning_pardist.base.torch_api import GROUPED_MM
+from lightning_pardist.base.torch_api import GROUPED_MM, without_dispatch_modes
+
+aten = torch.ops.aten
 
 
 def grouped_mm(
@@ -32,4 +35,38 @@ def grouped_mm(
     return mat_a.new_empty(shape, dtype=out_dtype or mat_a.dtype)
 
 
-RULES: dict[Any, Callable[..., Any]] = {GROUPED_MM.default: grouped_mm}
+def mkldnn_rnn_layer(x: torch.Tensor, *args: Any) -> tuple[torch.Tensor, ...]:
+    """Returns the fake outputs of the CPU's recurrent layer with a workspace of the real size.
+
+    The workspace holds every gate of every step for the backward pass, most of what the layer saves; torch's fake
+    kernel gives it no elements. oneDNN alone knows its layout, which grows by the same amount with every time step.
+    """
+    *outputs, workspace = aten.mkldnn_rnn_layer.default(x, *args)
+    training = args[-1]
+    if not training:
+        return (*outputs, workspace)
+    input_weight, mode, hidden_size = args[0], args[8], args[9]
+    one, two = (
+        _rnn_workspace(steps, x.shape[1], x.shape[2], hidden_size, input_weight.shape[0], mode, x.dtype)
+        for steps in (1, 2)
+    )
+    return (*outputs, workspace.new_empty(one + (x.shape[0] - 1) * (two - one)))
+
+
+@cache
+def _rnn_workspace(
+    steps: int, rows: int, width: int, hidden: int, gates: int, mode: int, dtype: torch.dtype
+) -> int:  # fmt: skip
+    """Returns the elements of the workspace for a few time steps, from a real call on zeros."""
+    with without_dispatch_modes():
+        x, state = torch.zeros(steps, rows, width, dtype=dtype), torch.zeros(1, rows, hidden, dtype=dtype)
+        weights = torch.zeros(gates, width, dtype=dtype), torch.zeros(gates, hidden, dtype=dtype)
+        bias = torch.zeros(gates, dtype=dtype)
+        sizes = (mode, hidden, 1, True, False, False, True)
+        return aten.mkldnn_rnn_layer.default(x, *weights, bias, bias, state, state, False, [], *sizes)[3].numel()
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    GROUPED_MM.default: grouped_mm,
+    aten.mkldnn_rnn_layer.default: mkldnn_rnn_layer,
+}

@@ -16,9 +16,9 @@ from lightning_pardist.base.torch_api import (
     FakeTensor,
     FakeTensorMode,
     OpOverload,
-    changes_its_arguments,
     storage_key,
     without_dispatch_modes,
+    written_arguments,
 )
 
 _MOST_ELEMENTS = 1 << 26
@@ -64,10 +64,19 @@ class KnownValues:
         self._facts[id(fake)] = (fake, fact)
         self._by_storage.setdefault(storage_key(fake), set()).add(id(fake))
 
-    def value(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the real value of a fake tensor, or None if it is not known."""
+    def declare_full(self, fake: torch.Tensor, element: bool) -> None:
+        """Notes that every element of ``fake`` is ``element``."""
+        with without_dispatch_modes():
+            self.declare(fake, Fact(torch.full((), element).expand(fake.shape)))
+
+    def has(self, tensor: torch.Tensor) -> bool:
+        """Returns True if the value of the fake tensor is known (or can be computed)."""
+        return self._fact(tensor) is not None
+
+    def ask(self, tensor: torch.Tensor, question: Callable[[torch.Tensor], Any]) -> Any | None:
+        """Returns ``question`` of the real value of a fake tensor, or None if the value is not known."""
         fact = self._fact(tensor)
-        return None if fact is None else self._compute(fact.evaluate)
+        return None if fact is None else self._compute(lambda: question(fact.evaluate()))
 
     def result(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Returns the real result of an operator whose tensor arguments are all known, else None."""
@@ -94,8 +103,9 @@ class KnownValues:
 
     def note(self, func: OpOverload, args: Any, kwargs: Any, out: Any) -> None:
         """Notes the outputs of one operator call as facts if its inputs are, and forgets what it overwrote."""
-        if changes_its_arguments(func):
-            for tensor in tensors_in(out):
+        written = written_arguments(func, args, kwargs)
+        if written:
+            for tensor in tensors_in(written):
                 self._forget(tensor)
             return
         if func.name().split("::")[1].startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags:

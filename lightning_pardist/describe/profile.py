@@ -7,20 +7,21 @@ import logging
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lightning_pardist.base.errors import message
-from lightning_pardist.base.torch_api import FakeTensorMode
+from lightning_pardist.base.torch_api import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from lightning_pardist.describe.assemble import Assembler, block_runs
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.fake_copy import FakeCopier
 from lightning_pardist.describe.known_values import Fact, KnownValues
-from lightning_pardist.describe.questions import Questions
+from lightning_pardist.describe.libraries import fakes_pass_for_real, libraries_ask_for_fakes
+from lightning_pardist.describe.questions import Questions, UnknownNumber, UnknownValueError
 from lightning_pardist.describe.record import StepRecorder, named_tensors
 from lightning_pardist.describe.sample import keep_rng_state
 from lightning_pardist.describe.stacks import candidate_blocks, find_stacks
@@ -60,7 +61,7 @@ def profile_model(
     _check(module, entry)
     try:
         with keep_rng_state():
-            profile = _FakeRun(module, batch, entry, autocast_dtype, device).profile()
+            profile = _run(_Request(module, batch, entry, autocast_dtype, device or _device_of(module)))
     except Exception as error:
         reason = f"{_what(error)}; the run ended at {blame(error)}. {_LOST}."
         profile = module_tree_profile(module, reason)
@@ -102,20 +103,40 @@ def _check(module: nn.Module, entry: Entry) -> None:
             )
 
 
+@dataclass(frozen=True)
+class _Request:
+    """What to run."""
+
+    module: nn.Module
+    batch: Any
+    entry: Entry
+    autocast_dtype: torch.dtype | None
+    device: torch.device
+
+
+def _run(request: _Request) -> ModelProfile:
+    if not libraries_ask_for_fakes():
+        return _FakeRun(request).profile()
+    try:
+        with fakes_pass_for_real():
+            return _FakeRun(request).profile()
+    except Exception as error:
+        # A path that looks at values is closed; the library's own path for tracing may still be open.
+        run = _FakeRun(request)
+        run.assume(f"transformers took its path for tracing: {_what(error)} at {blame(error)}")
+        with suppress(Exception):
+            return run.profile()
+        raise
+
+
 class _FakeRun:
     """One step on a fake copy."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        batch: Any,
-        entry: Entry,
-        autocast_dtype: torch.dtype | None,
-        device: torch.device | None,
-    ) -> None:
-        self._entry = entry
-        self._autocast_dtype = autocast_dtype
-        self._device = device or _device_of(module)
+    def __init__(self, request: _Request) -> None:
+        module = request.module
+        self._entry = request.entry
+        self._autocast_dtype = request.autocast_dtype
+        self._device = request.device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._assumptions: dict[str, None] = {}
         self._known = KnownValues(self._mode)
@@ -126,13 +147,14 @@ class _FakeRun:
         for tensor in (*module.parameters(), *module.buffers()):
             copier.copy(tensor)
         self._module = copier.copy(module)
-        self._batch = copier.copy(batch)
-        give_services(self._module, trainer, self._backward, self._assume)
+        self._batch = copier.copy(request.batch)
+        give_services(self._module, trainer, self._backward, self.assume)
         for fake, original in copier.pairs():
             if not isinstance(original, nn.Parameter) and not original.is_meta:
                 self._known.declare(fake, Fact(original.detach()))
 
     def profile(self) -> ModelProfile:
+        """Returns what the step did."""
         candidates = candidate_blocks(self._module)
         recorder = StepRecorder(self._module, self._batch, self._known)
         recorder.watch(self._module, candidates)
@@ -154,7 +176,7 @@ class _FakeRun:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(recorder.pack, recorder.unpack))
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
-            stack.enter_context(Questions(self._known, self._assume))
+            stack.enter_context(Questions(self._known, self.assume))
             yield
 
     def _step(self) -> None:
@@ -184,7 +206,8 @@ class _FakeRun:
     def _backward(self, loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         loss.backward(*args, **kwargs)
 
-    def _assume(self, what: str) -> None:
+    def assume(self, what: str) -> None:
+        """Notes something that the run takes for granted."""
         self._assumptions[what] = None
 
 
@@ -258,8 +281,17 @@ def _rows_and_tokens(batch: Any) -> tuple[int | None, int | None]:
 
 
 def _what(error: Exception) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    """Returns in one line what went wrong, in words where torch's own are about its insides."""
+    text = (str(error).strip().splitlines() or [""])[0]
+    if isinstance(error, DynamicOutputShapeException):
+        return f"the shape of a result depends on values that only a real run knows ({text})"
+    if isinstance(error, DataDependentOutputException):
+        return f"the code decides by a value that only a real run knows ({text})"
+    if isinstance(error, UnknownValueError):
+        return text
+    if isinstance(error, TypeError) and UnknownNumber.__name__ in text:
+        return f"the code needs an integer read from a tensor, which only a real run knows ({text})"
+    return f"{type(error).__name__}: {text}"
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from lightning_pardist.base.torch_api import FakeTensor
 from lightning_pardist.describe.blame import asking_line
-from lightning_pardist.describe.known_values import Fact, KnownValues
+from lightning_pardist.describe.known_values import KnownValues
 
 
 class UnknownValueError(RuntimeError):
@@ -80,7 +80,7 @@ class Questions(TorchFunctionMode):
         answer = self._answers.get(func)
         if answer is not None and isinstance(args[0], FakeTensor):
             return answer(args[0])
-        if func is Tensor.__format__ and isinstance(args[0], FakeTensor) and self._known.value(args[0]) is None:
+        if func is Tensor.__format__ and isinstance(args[0], FakeTensor) and self._known.ask(args[0], bool) is None:
             return repr(UnknownNumber())
         out = func(*args, **(kwargs or {}))
         if func in _FINITE_TESTS and isinstance(out, FakeTensor):
@@ -88,41 +88,41 @@ class Questions(TorchFunctionMode):
         return out
 
     def _item(self, tensor: Tensor) -> Any:
-        value = self._known.value(tensor)
+        value = self._known.ask(tensor, Tensor.item)
         if value is not None:
-            return value.item()
+            return value
         if tensor.numel() != 1 or tensor.dtype.is_complex:
             _refuse("the values of a tensor")
         self._assume(f"a number read from a tensor at {asking_line()} was taken as unknown")
         return UnknownNumber()
 
     def _float(self, tensor: Tensor) -> float:
-        value = self._known.value(tensor)
+        value = self._known.ask(tensor, float)
         if value is not None:
-            return float(value)
+            return value
         # Python wants an exact float here, so a later decision by this number cannot be caught: it is told instead.
         self._assume(f"float(tensor) at {asking_line()} was taken as 1.0")
         return 1.0
 
     def _bool(self, tensor: Tensor) -> bool:
-        return bool(self._require(tensor, "the truth of a tensor"))
+        return self._require(tensor, bool, "the truth of a tensor")
 
     def _integer(self, tensor: Tensor) -> int:
-        return int(self._require(tensor, "an integer read from a tensor"))
+        return self._require(tensor, int, "an integer read from a tensor")
 
     def _list(self, tensor: Tensor) -> Any:
-        return self._require(tensor, "the values of a tensor").tolist()
+        return self._require(tensor, Tensor.tolist, "the values of a tensor")
 
     def _array(self, tensor: Tensor) -> Any:
-        return self._require(tensor, "the values of a tensor").numpy()
+        return self._require(tensor, Tensor.numpy, "the values of a tensor")
 
-    def _require(self, tensor: Tensor, what: str) -> Tensor:
-        value = self._known.value(tensor)
+    def _require(self, tensor: Tensor, question: Callable[[Tensor], Any], what: str) -> Any:
+        value = self._known.ask(tensor, question)
         if value is None:
             _refuse(what)
         return value
 
     def _assume_finite(self, out: Tensor, answer: bool) -> None:
-        if self._known.value(out) is None:
-            self._known.declare(out, Fact(torch.full((), answer).expand(out.shape)))
+        if not self._known.has(out):
+            self._known.declare_full(out, answer)
             self._assume(f"values tested for NaN or infinity at {asking_line()} were taken as finite")

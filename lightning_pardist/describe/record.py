@@ -8,7 +8,7 @@ after the run. A backward operator is noted for the segment whose forward made i
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,11 +19,11 @@ from lightning_pardist.base.torch_api import (
     HigherOrderOperator,
     OpOverload,
     TorchDispatchMode,
-    changes_its_arguments,
     current_autograd_node,
     next_autograd_sequence_number,
     node_sequence_number,
     storage_key,
+    written_arguments,
 )
 from lightning_pardist.describe.fake_rules import RULES
 from lightning_pardist.describe.flops import formulas
@@ -211,7 +211,7 @@ class StepRecorder(TorchDispatchMode):
         self._count(func.overloadpacket, args, kwargs, out, owner)
         if current_autograd_node() is None:
             self._trace(func, args, kwargs, out, owner)
-            self._known.note(func, args, kwargs, out)
+        self._known.note(func, args, kwargs, out)
         return out
 
     def _run(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
@@ -222,21 +222,21 @@ class StepRecorder(TorchDispatchMode):
             if real is not None:
                 return self._known.adopt(real)
             if func is aten.index.Tensor:
-                args = (args[0], [self._positions(index) for index in args[1]], *args[2:])
-                args = (args[0], [part for parts in args[1] for part in parts])
+                indices = [part for index in args[1] for part in self._positions(index)]
+                return func(args[0], indices)
             if func is aten.masked_select.default:
-                mask = self._known.value(args[1])
-                if mask is not None:
-                    shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
-                    return args[0].new_empty(int(mask.expand(shape).sum()))
+                shape = torch.broadcast_shapes(args[0].shape, args[1].shape)
+                chosen = self._known.ask(args[1], lambda mask: int(mask.expand(shape).sum()))
+                if chosen is not None:
+                    return args[0].new_empty(chosen)
         return func(*args, **kwargs)
 
-    def _positions(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
+    def _positions(self, index: torch.Tensor | None) -> Sequence[torch.Tensor | None]:
         """Returns a known boolean index as the integer indices it stands for, whose length is then known too."""
         if index is None or index.dtype not in (torch.bool, torch.uint8):
             return [index]
-        real = self._known.value(index)
-        return [index] if real is None else list(self._known.adopt(real.nonzero(as_tuple=True)))
+        positions = self._known.ask(index, lambda mask: mask.nonzero(as_tuple=True))
+        return [index] if positions is None else self._known.adopt(positions)
 
     def _count(self, operator: Any, args: Any, kwargs: Any, out: Any, owner: int) -> None:
         formula = formulas().get(operator)
@@ -260,13 +260,12 @@ class StepRecorder(TorchDispatchMode):
             if origin is not None:
                 depends |= origin.depends
         for tensor in tensors_in(out):
-            key = storage_key(tensor)
-            origin = self._origins.get(key)
-            if origin is None:
+            if storage_key(tensor) not in self._origins:  # else a view, which holds what the storage held
                 self._origins[self._key(tensor)] = _Origin(owner, depends)
-            elif changes_its_arguments(func) and origin.counts_as_saved:
+        for tensor in tensors_in(written_arguments(func, args, kwargs)):
+            origin = self._origins[storage_key(tensor)]
+            if origin.counts_as_saved:
                 origin.made, origin.depends = owner, origin.depends | depends
-            # else a view: it holds what the storage held
 
     def _key(self, tensor: torch.Tensor) -> int:
         if tensor.layout is torch.strided:

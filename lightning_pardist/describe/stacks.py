@@ -121,8 +121,10 @@ class _Finder:
         repeated = [index for index, (_, child) in enumerate(children) if counts[_kind(child)] > 1]
         if len(repeated) < 2:
             return None
-        # From the first repeated class to the last: a container may hold embedding, blocks and head in one row.
-        span = [child_name for child_name, _ in children[repeated[0] : repeated[-1] + 1]]
+        if not isinstance(container, nn.ModuleList):
+            # From the first repeated class to the last: a Sequential may hold embedding, blocks and head in one row.
+            children = children[repeated[0] : repeated[-1] + 1]
+        span = [child_name for child_name, _ in children]
         if self._runs is None:
             return Stack(name, tuple(span))
         return Stack(name, self._in_call_order(span)) if self._are_called_in_turn(span) else None
