@@ -166,7 +166,7 @@ def watched_collectives(seen: Seen, trainer: L.Trainer) -> Iterator[None]:
 
 
 def copies_group(trainer: L.Trainer) -> Any:
-    """Returns the group over which hybrid sharding adds up the shards of its copies; nothing that exists if there is none."""
+    """Returns the group over which hybrid sharding adds up its copies, or an object that is no group."""
     meshes = getattr(trainer.strategy, "meshes", None)
     if meshes is None or 1 in (meshes.sizes.data_parallel_replicate, meshes.sizes.data_parallel_shard):
         return object()
