@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.nn.functional import all_reduce
 
+from lightning_pardist.base.batch_norm import is_batch_norm, is_synchronised
 from lightning_pardist.mesh import Meshes
 
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
-class HostSyncBatchNorm(nn.SyncBatchNorm):
-    """torch's SyncBatchNorm refuses tensors on the host; this one computes the same there."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+class OverAllRanks(nn.Module):
+    """Mixed into a batch norm on the host: training statistics are those of all data ranks.
+
+    torch's SyncBatchNorm refuses tensors on the host; this computes the same there. Gradients flow through the
+    statistics to all ranks' inputs.
+    """
+
+    process_group: ProcessGroup
+
+    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
         """Returns the normalised input, of the same shape and dtype.
 
         Args:
-            input: shape (rows, features, ...), this rank's rows; training statistics are those of all data ranks.
+            input: shape (rows, features, ...), this rank's rows.
         """
-        self._check_input_dim(input)
-        uses_batch = self.training or not self.track_running_stats
-        if not uses_batch:
-            return F.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
-            )
+        if not (self.training or not self.track_running_stats):
+            return super().forward(input)
         wide = input.float() if input.dtype in (torch.bfloat16, torch.float16) else input
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
@@ -41,7 +48,7 @@ class HostSyncBatchNorm(nn.SyncBatchNorm):
             out = out * self.weight.view(shape) + self.bias.view(shape)
         return out.to(input.dtype)
 
-    def _update_running(self, mean: Tensor, var: Tensor, count: Tensor) -> None:
+    def _update_running(self: Any, mean: Tensor, var: Tensor, count: Tensor) -> None:
         assert self.running_mean is not None and self.running_var is not None and self.num_batches_tracked is not None
         self.num_batches_tracked.add_(1)
         # momentum=None means the plain average over all batches so far.
@@ -52,10 +59,16 @@ class HostSyncBatchNorm(nn.SyncBatchNorm):
 
 
 def convert_batch_norms(module: nn.Module, meshes: Meshes) -> None:
-    """Replaces every batch norm below ``module`` by one over all data ranks, in place; parameters stay the same objects."""
-    nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=meshes.data_parallel_group)
+    """Makes every batch norm below ``module`` one over all data ranks, in place.
+
+    Names, parameters and buffers stay what they are, so checkpoints do not change.
+    """
+    group = meshes.data_parallel_group
     if meshes.world.device_type != "cpu":
+        nn.SyncBatchNorm.convert_sync_batchnorm(module, process_group=group)
         return
     for child in module.modules():
-        if type(child) is nn.SyncBatchNorm:
-            child.__class__ = HostSyncBatchNorm
+        if is_batch_norm(child) and not is_synchronised(child):
+            cls = type(child)
+            child.__class__ = type(f"Sync{cls.__name__}", (OverAllRanks, cls), {})
+            child.process_group = group  # type: ignore[assignment]  # a plain attribute of this module

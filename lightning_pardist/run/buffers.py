@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from lightning_pardist.base.batch_norm import is_batch_norm
+from lightning_pardist.base.batch_norm import is_batch_norm, is_synchronised
 from lightning_pardist.parallel_model import ParallelModel
 
 
@@ -36,8 +36,7 @@ def average_statistics_(model: ParallelModel) -> None:
 
 def _statistics(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, child in module.named_modules():
-        # SyncBatchNorm has seen all ranks' samples already.
-        if not is_batch_norm(child) or isinstance(child, nn.SyncBatchNorm):
+        if not is_batch_norm(child) or is_synchronised(child):
             continue
         for key in ("running_mean", "running_var"):
             tensor = getattr(child, key)
