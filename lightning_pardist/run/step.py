@@ -101,6 +101,11 @@ class StepRunner:
             self.free_gathered()
             self._gather_root()
 
+    def follow_toggle(self) -> None:
+        """Notices inside a manual step that ``requires_grad`` changed, for whole copies that are gathered already."""
+        if self._inside_step and self._model.kind == "shard":
+            torch_dist_api.refresh_trainability(self._model.module)
+
     def skip_backward(self) -> None:
         """Ends a step whose loss all ranks agreed to drop, with the gradients of earlier micro-batches reduced if due."""
         model = self._model

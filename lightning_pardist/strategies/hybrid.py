@@ -30,7 +30,7 @@ from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import agree_on_length, keep_order
 from lightning_pardist.strategies.mesh_strategy import MeshStrategy
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
-from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers
+from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
 from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
 from lightning_pardist.strategies.predictions import PredictTurns, gather_in_order
 from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
@@ -198,6 +198,7 @@ class HybridStrategy(MeshStrategy):
             if not self.config.cpu_offload:
                 lightning_api.optimizers_to_device(self.optimizers, self.root_device)
             self._undo.append(self._guard.install(module, self.lr_scheduler_configs))
+            self._undo.append(watch_toggles(module, self._runner.follow_toggle))
         if self._meshes is not None:
             self._undo.append(lightning_api.before_epoch_metrics(trainer, self._sync_epoch_metrics))
         if self._print_plan and self.is_global_zero:

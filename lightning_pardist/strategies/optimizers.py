@@ -56,6 +56,27 @@ class SkipGuard:
         return lambda: vars(module).pop("lr_scheduler_step", None)
 
 
+def watch_toggles(module: LightningModule, noticed: Callable[[], None]) -> Callable[[], None]:
+    """Calls ``noticed`` after each ``toggle_optimizer`` and ``untoggle_optimizer``; returns what ends this."""
+    names = ("toggle_optimizer", "untoggle_optimizer")
+
+    def watched(method: Callable[..., None]) -> Callable[..., None]:
+        def with_notice(*args: Any, **kwargs: Any) -> None:
+            method(*args, **kwargs)
+            noticed()
+
+        return with_notice
+
+    for name in names:
+        setattr(module, name, watched(getattr(module, name)))
+
+    def end() -> None:
+        for name in names:
+            vars(module).pop(name, None)
+
+    return end
+
+
 def check_optimizers(optimizers: Sequence[Optimizer], model: ParallelModel) -> None:
     """Refuses optimizers that would train something else than the spread module.
 
