@@ -58,7 +58,7 @@ class Vectors:
         return TensorDataset(x, x[:, :4].sum(-1).tanh())
 
 
-# ---------------------------------------------------------------------------------------------------------- transformers
+# ---- transformers
 
 
 class Attention(nn.Module):
@@ -257,7 +257,7 @@ class Seq2Seq(L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
 
 
-# ------------------------------------------------------------------------------------------------------ no block stack
+# ---- no block stack
 
 
 class ConvNet(Images, L.LightningModule):
@@ -321,7 +321,7 @@ class Recurrent(Vectors, L.LightningModule):
         return torch.optim.RMSprop(self.parameters(), lr=1e-3, eps=1e-4)
 
 
-# -------------------------------------------------------------------------------------------------- unusual training steps
+# ---- unusual training steps
 
 
 class GAN(Vectors, L.LightningModule):
