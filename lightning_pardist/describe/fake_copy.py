@@ -12,6 +12,7 @@ import enum
 import threading
 import types
 import weakref
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -64,6 +65,8 @@ class FakeCopier:
             return self._memo[key]
         if isinstance(value, torch.Tensor):
             return self._remember(value, self._fake(value))
+        if isinstance(value, types.FunctionType) and _encloses_tensors(value):
+            return self._copy_function(value)
         if isinstance(value, _ATOMIC) or self._is_shared(value):
             return value
         if type(value) in (list, dict, collections.OrderedDict, tuple, set, frozenset):
@@ -100,6 +103,20 @@ class FakeCopier:
         self._pairs.append((fake, tensor))
         return fake
 
+    def _copy_function(self, function: types.FunctionType) -> types.FunctionType:
+        """Returns the function over copies of what it encloses, or a patched forward would run the original module."""
+        cells = tuple(types.CellType() for _ in function.__closure__ or ())
+        result = types.FunctionType(
+            function.__code__, function.__globals__, function.__name__, function.__defaults__, cells
+        )
+        result.__kwdefaults__ = function.__kwdefaults__
+        result.__dict__.update(function.__dict__)
+        self._remember(function, result)
+        for cell, original in zip(cells, function.__closure__ or ()):
+            with suppress(ValueError):  # a variable that has no value yet
+                cell.cell_contents = self.copy(original.cell_contents)
+        return result
+
     def _copy_container(self, value: Any) -> Any:
         if isinstance(value, (tuple, set, frozenset)):
             return self._remember(value, type(value)([self.copy(item) for item in value]))
@@ -135,6 +152,17 @@ class FakeCopier:
         for key, item in pairs or ():
             result[self.copy(key)] = self.copy(item)
         return result
+
+
+def _encloses_tensors(function: types.FunctionType) -> bool:
+    """Returns True if a variable of the function's closure is a module, a tensor, or a method of a module."""
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            content = cell.cell_contents
+            owner = content.__self__ if isinstance(content, types.MethodType) else content
+            if isinstance(owner, (nn.Module, torch.Tensor)):
+                return True
+    return False
 
 
 def _parts(value: Any) -> Any:

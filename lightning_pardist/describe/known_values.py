@@ -20,6 +20,9 @@ from lightning_pardist.base.torch_api import (
     without_dispatch_modes,
     written_arguments,
 )
+from lightning_pardist.describe.blame import asking_line
+
+aten = torch.ops.aten
 
 _MOST_ELEMENTS = 1 << 26
 """Tensors with more elements are not evaluated: a value that needs them counts as unknown."""
@@ -54,8 +57,15 @@ class Fact:
 class KnownValues:
     """The facts about the fake tensors of one run."""
 
-    def __init__(self, mode: FakeTensorMode) -> None:
+    def __init__(self, mode: FakeTensorMode, assume: Callable[[str], None]) -> None:
+        """Starts with no facts.
+
+        Args:
+            mode: the fake mode of the run.
+            assume: told what is taken for granted.
+        """
         self._mode = mode
+        self._assume = assume
         self._facts: dict[int, tuple[torch.Tensor, Fact]] = {}
         self._by_storage: dict[int, set[int]] = {}
 
@@ -64,10 +74,15 @@ class KnownValues:
         self._facts[id(fake)] = (fake, fact)
         self._by_storage.setdefault(storage_key(fake), set()).add(id(fake))
 
-    def declare_full(self, fake: torch.Tensor, element: bool) -> None:
+    def forget_all(self) -> None:
+        """Lets go of every tensor."""
+        self._facts.clear()
+        self._by_storage.clear()
+
+    def declare_full(self, fake: torch.Tensor, element: bool | float) -> None:
         """Notes that every element of ``fake`` is ``element``."""
         with without_dispatch_modes():
-            self.declare(fake, Fact(torch.full((), element).expand(fake.shape)))
+            self.declare(fake, Fact(torch.full((), element, dtype=fake.dtype).expand(fake.shape)))
 
     def has(self, tensor: torch.Tensor) -> bool:
         """Returns True if the value of the fake tensor is known (or can be computed)."""
@@ -107,6 +122,11 @@ class KnownValues:
         if written:
             for tensor in tensors_in(written):
                 self._forget(tensor)
+            return
+        if func.overloadpacket is aten.rand and isinstance(out, torch.Tensor) and out.numel() == 1:
+            # One uniform number is drawn to decide something (whether to drop a layer): take the likelier side.
+            self._assume(f"a uniform random number drawn at {asking_line()} was taken as its median, 0.5")
+            self.declare_full(out, 0.5)
             return
         if func.name().split("::")[1].startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags:
             return

@@ -51,17 +51,19 @@ def profile_model(
             arguments, or the one argument (as ``example_input_array``).
         entry: what to run.
         autocast_dtype: dtype of ``torch.autocast`` around the forward pass, None for none.
-        device: device the fake tensors are on, which decides the kernels that attention would use. None: that of the
-            module's first parameter that is not on meta, else the CPU.
+        device: device the fake tensors are on, which decides the kernels that attention would use. It must exist here.
+            None: that of the module's first parameter that is not on meta, else the CPU.
 
     Raises:
-        ValueError: if the module has no method named by ``entry``, or no parameters that can be described.
+        ValueError: if the module has no method named by ``entry`` or lazy parameters, or if there is no such device.
     """
     started = time.perf_counter()
     _check(module, entry)
+    device = device or _device_of(module)
+    _check_device(device)
     try:
         with keep_rng_state():
-            profile = _run(_Request(module, batch, entry, autocast_dtype, device or _device_of(module)))
+            profile = _run(_Request(module, batch, entry, autocast_dtype, device))
     except Exception as error:
         reason = f"{_what(error)}; the run ended at {blame(error)}. {_LOST}."
         profile = module_tree_profile(module, reason)
@@ -103,6 +105,20 @@ def _check(module: nn.Module, entry: Entry) -> None:
             )
 
 
+def _check_device(device: torch.device) -> None:
+    try:
+        torch.empty(0, device=device)  # a fake tensor of a device that is not there would end the process
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(
+            message(
+                "Fake tensors can only be on a device that exists: torch asks it which kernels it has.",
+                got=f"device {device}, and torch says: {str(error).splitlines()[0]}",
+                source="the argument `device`",
+                change="describe on the machine that has the device, or on device cpu",
+            )
+        ) from error
+
+
 @dataclass(frozen=True)
 class _Request:
     """What to run."""
@@ -139,7 +155,7 @@ class _FakeRun:
         self._device = request.device
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._assumptions: dict[str, None] = {}
-        self._known = KnownValues(self._mode)
+        self._known = KnownValues(self._mode, self.assume)
         copier = FakeCopier(self._mode, self._device)
         trainer = _trainer_of(module)
         if trainer is not None:
@@ -164,6 +180,7 @@ class _FakeRun:
             profile = _profile_of(self._module, recorder, None)
         finally:
             recorder.release()
+            self._known.forget_all()
         return replace(profile, assumptions=tuple(self._assumptions))
 
     @contextmanager

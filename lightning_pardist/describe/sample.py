@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -33,24 +33,30 @@ def sample_from_loader(loader: object) -> Any | None:
 
     The first samples of the dataset are collated: as many as a batch has. The loader's sampler and workers are not
     started, and the random state is put back. None for anything but a ``DataLoader`` over a map-style dataset (an
-    iterable dataset may be a stream that can be read once), and for an empty dataset.
+    iterable dataset may be a stream that can be read once), for an empty dataset, and, with a warning, for one whose
+    samples cannot be had in this process.
     """
     if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
         return None
     dataset = loader.dataset
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         return None
-    size = _batch_size(loader)
-    if size is None:
-        indices = [0]
-    else:
-        indices = list(islice(range(len(dataset)), size))
+    try:
+        with keep_rng_state():
+            return _collated(loader, dataset)
+    except Exception as error:
+        what = f"{type(error).__name__}: {error}".splitlines()[0]
+        warnings.warn(f"No sample batch: reading {type(dataset).__name__} here failed ({what})", stacklevel=2)
+        return None
+
+
+def _collated(loader: DataLoader[Any], dataset: Any) -> Any | None:
     if not len(dataset):
         return None
-    with keep_rng_state():
-        if size is None:  # batching is switched off: the dataset gives whole batches
-            return loader.collate_fn(dataset[0])
-        return loader.collate_fn(_fetch(dataset, indices))
+    size = _batch_size(loader)
+    if size is None:  # batching is switched off: the dataset gives whole batches
+        return loader.collate_fn(dataset[0])
+    return loader.collate_fn(_fetch(dataset, range(min(size, len(dataset)))))
 
 
 def _fetch(dataset: Any, indices: Sequence[int]) -> Any:

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
@@ -81,3 +82,12 @@ def test_none_where_a_batch_cannot_be_had_untouched() -> None:
     assert sample_from_loader(None) is None
     assert sample_from_loader(DataLoader(TensorDataset(torch.empty(0, 2)), batch_size=2)) is None
     assert sample_from_loader(DataLoader(TensorDataset(torch.empty(0, 2)), batch_size=None)) is None
+
+
+def test_a_dataset_that_cannot_be_read_here_is_told() -> None:
+    class Elsewhere(Noisy):
+        def __getitem__(self, index: int) -> dict[str, Any]:
+            raise OSError("only in workers")
+
+    with pytest.warns(UserWarning, match="No sample batch: reading Elsewhere here failed .OSError: only in workers"):
+        assert sample_from_loader(DataLoader(Elsewhere(), batch_size=2)) is None

@@ -148,6 +148,23 @@ def test_modules_that_hold_what_cannot_be_copied() -> None:
     module.file.close()
 
 
+def test_a_patched_forward_runs_on_the_copy() -> None:
+    module = StepModule(nn.Linear(4, 4))
+    net, old, adapter, calls = module.net, module.net.forward, nn.Linear(4, 4), []
+    net.adapter = adapter
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        net.count = getattr(net, "count", 0) + 1
+        return old(x) + adapter(x)
+
+    net.forward = forward
+    net.register_forward_hook(lambda child, args, output: calls.append(1))
+    profile = profile_model(module, torch.randn(2, 4))
+    assert profile.unused_parameters == ()
+    assert profile.flops_forward == 2 * (2 * 2 * 4 * 4)
+    assert not hasattr(net, "count")
+
+
 def test_tensors_that_share_storage_are_one() -> None:
     module = StepModule(nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)))
     module.net[1].weight = nn.Parameter(module.net[0].weight.detach().view(4, 4))
@@ -161,6 +178,8 @@ def test_bad_input_is_refused() -> None:
         profile_model(nn.Linear(2, 2), torch.randn(2, 2))
     with pytest.raises(ValueError, match="lazy module must be initialised"):
         profile_model(nn.LazyLinear(2), torch.randn(2, 2), entry="forward")
+    with pytest.raises(ValueError, match="device that exists"):
+        profile_model(nn.Linear(2, 2), torch.randn(2, 2), entry="forward", device=torch.device("cuda:99"))
 
 
 @pytest.mark.parametrize("batch", [(torch.ones(2, 4),), {"input": torch.ones(2, 4)}, torch.ones(2, 4)])

@@ -152,7 +152,16 @@ def skips_nan(module: Steps, batch: Any) -> torch.Tensor | None:
     return loss
 
 
-@pytest.mark.parametrize("step", [logs_numbers, floats, skips_nan], ids=lambda step: step.__name__)
+def may_drop_layers(module: Steps, batch: Any) -> torch.Tensor:
+    x = batch["x"]
+    for block in module.blocks:
+        if torch.rand([]) < 1e-9:
+            continue
+        x = block(x)
+    return x.mean()
+
+
+@pytest.mark.parametrize("step", [logs_numbers, floats, skips_nan, may_drop_layers], ids=lambda step: step.__name__)
 def test_harmless_questions_pass_and_are_told(step: Step, capsys: pytest.CaptureFixture[str]) -> None:
     module = Steps(step)
     profile = profile_model(module, batch())
