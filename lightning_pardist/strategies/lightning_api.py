@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -137,6 +138,27 @@ class TrainLoaders:
         for loader in combined.flattened:
             if isinstance(getattr(loader, "sampler", None), SequentialSampler):
                 self._sequential.append(loader.dataset)
+
+
+@contextmanager
+def transfer_hooks_of_data_module(module: LightningModule) -> Iterator[None]:
+    """Lets the module answer with its data module's transfer hooks, where Lightning would call those instead."""
+    connector = module.trainer._data_connector if module._trainer is not None else None
+    selector = None if connector is None else connector._datahook_selector
+    names = ("on_before_batch_transfer", "on_after_batch_transfer")
+    chosen = {} if selector is None else {name: selector.get_instance(name) for name in names}
+    lent = {name: _as_function(getattr(owner, name)) for name, owner in chosen.items() if owner is not module}
+    vars(module).update(lent)
+    try:
+        yield
+    finally:
+        for name in lent:
+            vars(module).pop(name)
+
+
+def _as_function(method: Callable[..., Any]) -> Callable[..., Any]:
+    # A copy of the module copies bound methods with their object, here a data module with its dataset.
+    return lambda *args: method(*args)
 
 
 def predicted_indices(trainer: Trainer) -> list[list[list[int]]]:

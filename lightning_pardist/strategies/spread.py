@@ -121,7 +121,8 @@ def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequ
         return module_tree_profile(module, "there was no sample batch")
     batch = request.precision.convert_input(sample.batch)
     autocast = torch.bfloat16 if str(request.precision.precision) == "bf16-mixed" else None
-    return profile_model(module, batch, entry=sample.entry, autocast_dtype=autocast)
+    with lightning_api.transfer_hooks_of_data_module(module):
+        return profile_model(module, batch, entry=sample.entry, autocast_dtype=autocast)
 
 
 def _check_reuse(earlier: ParallelModel, request: SpreadRequest, *, training: bool) -> None:
