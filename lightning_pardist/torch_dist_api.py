@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -53,8 +53,8 @@ def fsdp_groups(root: nn.Module) -> Iterator[Any]:
 def refresh_trainability(root: nn.Module) -> None:
     """Makes fully_shard notice that ``requires_grad`` changed after its lazy start.
 
-    torch derives a group's gradient dtypes once, from the parameters that train at the first forward. A backbone that is
-    unfrozen later (BackboneFinetuning) would have none and its reduction fails. Gathered copies follow as well.
+    torch derives a group's gradient dtypes once, from the parameters that train at the first forward. A backbone that
+    is unfrozen later (BackboneFinetuning) would have none and its reduction fails. Gathered copies follow as well.
     """
     for group in fsdp_groups(root):
         if hasattr(group, "_reduce_dtype"):
@@ -63,6 +63,26 @@ def refresh_trainability(root: nn.Module) -> None:
             gathered = getattr(parameter, "_unsharded_param", None)
             if gathered is not None and gathered.requires_grad != parameter.sharded_param.requires_grad:
                 gathered.requires_grad_(parameter.sharded_param.requires_grad)
+
+
+def quiet_forward_hooks(root: FSDPModule, quiet: Callable[[], bool]) -> None:
+    """Makes fully_shard's hooks around ``root(...)`` stand aside while ``quiet()`` is true.
+
+    For calls of a module inside its own registered forward method, which torch 2.13 does not know: the end of the inner
+    call marks the forward as over, so the end of the outer one frees the parameters whatever ``reshard_after_forward``
+    says, and backward gathers them once more.
+    """
+    state = root._get_fsdp_state()
+
+    def guarded(hook: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args: None if quiet() else hook(*args)
+
+    module = cast(nn.Module, root)
+    for hooks, handle in (
+        (module._forward_pre_hooks, state._pre_forward_hook_handle),
+        (module._forward_hooks, state._post_forward_hook_handle),
+    ):
+        hooks[handle.id] = guarded(hooks[handle.id])
 
 
 def reduce_unused_parameters(root: FSDPModule, *, enable: bool) -> None:

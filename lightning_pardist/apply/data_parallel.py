@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import MethodType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
+    FSDPModule,
     MixedPrecisionPolicy,
     OffloadPolicy,
     fully_shard,
@@ -20,6 +22,7 @@ from lightning_pardist.apply.materialize import Weights
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.parallel_model import ROOT_CALL, HeldScalar, ParallelModel
 from lightning_pardist.specs.parallel_plan import PrecisionPlan, ShardUnit
+from lightning_pardist.torch_dist_api import quiet_forward_hooks
 
 
 def shard_units(model: ParallelModel, weights: Weights) -> None:
@@ -43,8 +46,10 @@ def shard_units(model: ParallelModel, weights: Weights) -> None:
             offload_policy=_offload_policy(plan.cpu_offload),
             ignored_params=ignored,
         )
-    setattr(module, ROOT_CALL, MethodType(_run, module))
+    call = _RootCall()
+    setattr(module, ROOT_CALL, MethodType(call, module))
     register_fsdp_forward_method(module, ROOT_CALL)
+    quiet_forward_hooks(cast(FSDPModule, module), lambda: call.running)
 
 
 def hold_scalars(model: ParallelModel, weights: Weights) -> list[HeldScalar]:
@@ -69,8 +74,18 @@ def hold_scalars(model: ParallelModel, weights: Weights) -> list[HeldScalar]:
     return found
 
 
-def _run(_module: nn.Module, fn: Any) -> Any:
-    return fn()
+class _RootCall:
+    """Runs a function between the root's hooks. If it calls the root itself, the inner call needs no hooks."""
+
+    def __init__(self) -> None:
+        self.running = False
+
+    def __call__(self, _module: nn.Module, fn: Callable[[], Any]) -> Any:
+        outer, self.running = self.running, True
+        try:
+            return fn()
+        finally:
+            self.running = outer
 
 
 def _precision_policy(unit: ShardUnit, precision: PrecisionPlan) -> MixedPrecisionPolicy:
