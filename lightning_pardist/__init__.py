@@ -12,6 +12,7 @@ from lightning_pardist._autoload import autoload
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from lightning_pardist.base.version import __version__
+    from lightning_pardist.callbacks import ParallelThroughput, PlanFile
     from lightning_pardist.describe import profile_model
     from lightning_pardist.specs.config import ParallelConfig
     from lightning_pardist.specs.model_profile import ModelProfile
@@ -24,6 +25,8 @@ __all__ = [
     "ModelProfile",
     "profile_model",
     "data_parallel_rank_and_size",
+    "ParallelThroughput",
+    "PlanFile",
     "__version__",
 ]
 
@@ -33,6 +36,8 @@ _HOME = {
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
     "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",
+    "ParallelThroughput": "lightning_pardist.callbacks",
+    "PlanFile": "lightning_pardist.callbacks",
     "__version__": "lightning_pardist.base.version",
 }
 
