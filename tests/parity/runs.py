@@ -45,18 +45,20 @@ class Recorder(L.Callback):
     def __init__(self) -> None:
         self.record = Record()
         self._start: dict[str, Tensor] = {}
+        self._names: dict[int, str] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start = state(pl_module)
+        self._names = {id(p): name for name, p in pl_module.named_parameters()}
         for optimizer in trainer.optimizers:
             optimizer.register_step_post_hook(
-                lambda optimizer, args, kwargs: self.record.clipped.append(gradients(pl_module, optimizer))
+                lambda optimizer, args, kwargs: self.record.clipped.append(self._gradients(optimizer))
             )
 
     def on_before_optimizer_step(
         self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
-        self.record.gradients.append(gradients(pl_module, optimizer))
+        self.record.gradients.append(self._gradients(optimizer))
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self._note(trainer)
@@ -77,6 +79,11 @@ class Recorder(L.Callback):
             if value.is_floating_point() and value.numel()
         )
 
+    def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+        """By name, as the optimizer has them: inside a manual step the module shows whole copies of its parameters."""
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        return {self._names[id(p)]: whole(p.grad) for p in held if p.grad is not None}
+
     def _note(self, trainer: L.Trainer) -> None:
         self.record.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
@@ -89,11 +96,6 @@ def whole(tensor: Tensor) -> Tensor:
 def state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, metrics' own states left out."""
     return {name: whole(value) for name, value in module.state_dict().items()}
-
-
-def gradients(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    return {n: whole(p.grad) for n, p in module.named_parameters() if id(p) in mine and p.grad is not None}
 
 
 def train(name: str, strategy: str, options: dict[str, Any], nodes: int = 1) -> Record:
