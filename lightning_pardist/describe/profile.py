@@ -149,7 +149,7 @@ class _FakeRun:
     """One step on a fake copy."""
 
     def __init__(self, request: _Request) -> None:
-        module = request.module
+        module = self._original = request.module
         self._entry = request.entry
         self._autocast_dtype = request.autocast_dtype
         self._device = request.device
@@ -177,7 +177,8 @@ class _FakeRun:
         try:
             with self._modes(recorder):
                 self._step()
-            profile = _profile_of(self._module, recorder, None)
+            # Of the original: a step may leave requires_grad of the copy's parameters toggled.
+            profile = _profile_of(self._original, recorder, None)
         finally:
             recorder.release()
             self._known.forget_all()

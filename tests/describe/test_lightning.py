@@ -21,12 +21,26 @@ def test_manual_optimization_is_described() -> None:
     assert profile.fallback_reason is None
     assert profile.assumptions != ()
     assert profile.unused_parameters == ()
+    assert all(parameter.requires_grad for parameter in profile.parameters)
     rows, g, d = 4, 8 * 32 + 32 * 16, 16 * 32 + 32
     assert profile.flops_forward == 2 * rows * (2 * g + 3 * d)
     # The toggles leave: generator loss through both nets, discriminator loss through one.
     generator = 2 * g - 8 * 32 + d
     discriminator = 2 * (2 * d - 16 * 32)
     assert profile.flops_backward == 2 * rows * (generator + discriminator)
+
+
+def test_a_step_that_leaves_parameters_frozen() -> None:
+    class Leaving(StepModule):
+        def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+            loss = self.net(batch).sum()
+            self.net.requires_grad_(False)
+            return loss
+
+    module = Leaving(nn.Linear(4, 4))
+    profile = profile_model(module, torch.randn(2, 4))
+    assert profile.fallback_reason is None
+    assert all(parameter.requires_grad for parameter in profile.parameters)
 
 
 class Asking(StepModule):
