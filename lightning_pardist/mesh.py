@@ -75,6 +75,17 @@ def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None =
     return Meshes(world=world, data_parallel=data_parallel, control=_control_group(device_type, timeout))
 
 
+def private_host_group(meshes: Meshes, timeout_s: float) -> ProcessGroup:
+    """Returns a new world-wide host group for one user alone, such as a writer in a thread of its own.
+
+    Every rank must call it at the same point.
+    """
+    ranks = list(range(meshes.sizes.world_size))
+    group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="pardist_private")
+    assert isinstance(group, dist.ProcessGroup)
+    return group
+
+
 def _control_group(device_type: str, timeout: timedelta | None) -> ProcessGroup:
     default = dist.group.WORLD
     assert default is not None

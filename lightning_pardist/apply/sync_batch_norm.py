@@ -5,14 +5,31 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.nn.functional import all_reduce
 
 from lightning_pardist.base.batch_norm import is_batch_norm, is_synchronised
 from lightning_pardist.mesh import Meshes
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+class _SumOverRanks(torch.autograd.Function):
+    """A sum over ranks whose gradient is the sum of all ranks' gradients: every rank's loss depends on every input."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = tensor.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class OverAllRanks(nn.Module):
@@ -36,11 +53,11 @@ class OverAllRanks(nn.Module):
         dims = [dim for dim in range(input.dim()) if dim != 1]
         shape = [1, -1] + [1] * (input.dim() - 2)
         rows = wide.new_tensor([input.numel() / input.shape[1]])
-        first = all_reduce(torch.cat([wide.sum(dims), rows]), group=self.process_group)
+        first = _SumOverRanks.apply(torch.cat([wide.sum(dims), rows]), self.process_group)
         count = first[-1].detach()
         mean = first[:-1] / count
         centred = wide - mean.view(shape)
-        var = all_reduce((centred * centred).sum(dims), group=self.process_group) / count
+        var = _SumOverRanks.apply((centred * centred).sum(dims), self.process_group) / count
         if self.training and self.track_running_stats:
             self._update_running(mean.detach(), var.detach(), count)
         out = centred * torch.rsqrt(var + self.eps).view(shape)

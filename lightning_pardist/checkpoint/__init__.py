@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from lightning_pardist.checkpoint.exchange import CheckpointError, CorruptCheckpointError
 from lightning_pardist.checkpoint.export import export
+from lightning_pardist.checkpoint.kind import holds_optimizers
 from lightning_pardist.checkpoint.load import LoadReport, LoadRequest, load_checkpoint, load_weights, read_rank_states
 from lightning_pardist.checkpoint.save import SaveHandle, Saver, save_checkpoint
 from lightning_pardist.checkpoint.select import complete_checkpoints, newest_complete
@@ -25,6 +26,7 @@ __all__ = [
     "complete_checkpoints",
     "consolidate",
     "export",
+    "holds_optimizers",
     "inspect",
     "load_checkpoint",
     "load_weights",

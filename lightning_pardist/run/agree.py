@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -29,3 +30,15 @@ def maxima(values: Sequence[int], meshes: Meshes | None) -> list[int]:
     tensor = torch.tensor(values, dtype=torch.int64)
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=meshes.control)
     return [int(v) for v in tensor.tolist()]
+
+
+def all_present(meshes: Meshes, seconds: float) -> bool:
+    """Returns True if all ranks call this within ``seconds``; False where one does not come.
+
+    For moments in which a rank cannot know what the others are doing. Needs a gloo control group, which it always is.
+    """
+    try:
+        dist.monitored_barrier(group=meshes.control, timeout=timedelta(seconds=seconds))
+    except RuntimeError:
+        return False
+    return True

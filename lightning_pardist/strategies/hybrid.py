@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, Literal, get_args
@@ -24,10 +24,12 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects, maxima
 from lightning_pardist.run.buffers import average_statistics_
 from lightning_pardist.run.step import StepRunner
+from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import agree_on_length, keep_order
+from lightning_pardist.strategies.checkpointing import CheckpointKeeper
 from lightning_pardist.strategies.mesh_strategy import MeshStrategy
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
@@ -57,6 +59,7 @@ class HybridStrategy(MeshStrategy):
         gather_predictions: ``Trainer.predict`` returns all predictions in order on every rank instead of each rank's.
         sample_batch: a batch to describe the module with, if the training data cannot give one.
         print_plan: show the plan as a table at the start, on rank 0.
+        checkpoint: how checkpoints are written and checked.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
         process_group_backend: such as ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; default by device.
         timeout: bound on every collective.
@@ -83,6 +86,7 @@ class HybridStrategy(MeshStrategy):
         gather_predictions: bool = False,
         sample_batch: Any = None,
         print_plan: bool = True,
+        checkpoint: CheckpointOptions | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -103,6 +107,7 @@ class HybridStrategy(MeshStrategy):
             fsdp_units=tuple(fsdp_units or ()),
         )
         self._norm_type = check_norm_type(gradient_clip_norm_type)
+        _refuse_checkpoint_io(checkpoint_io)
         super().__init__(
             config,
             accelerator,
@@ -122,6 +127,7 @@ class HybridStrategy(MeshStrategy):
         self._logs: StepLogs | None = None
         self._train_loaders: lightning_api.TrainLoaders | None = None
         self._guard = SkipGuard()
+        self._keeper = CheckpointKeeper(checkpoint or CheckpointOptions(), self._asked)
         self._undo: list[Callable[[], None]] = []
         self._predict_turns = PredictTurns()
 
@@ -187,12 +193,14 @@ class HybridStrategy(MeshStrategy):
             sample_batch=self._sample_batch,
             loaders=self._train_loaders if fitting else None,
         )
+        is_new = self._parallel_model is None or self._parallel_model.module is not module
         self._parallel_model = spread(module, request)
         self._runner = StepRunner(self._parallel_model, manual_optimization=not module.automatic_optimization)
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._parallel_model)
+        self._keeper.attach(module, self._parallel_model, self.optimizers, self._train_loaders if fitting else None)
         self.setup_precision_plugin()
         if fitting:
             if not self.config.cpu_offload:
@@ -201,7 +209,7 @@ class HybridStrategy(MeshStrategy):
             self._undo.append(watch_toggles(module, self._runner.follow_toggle))
         if self._meshes is not None:
             self._undo.append(lightning_api.before_epoch_metrics(trainer, self._sync_epoch_metrics))
-        if self._print_plan and self.is_global_zero:
+        if self._print_plan and self.is_global_zero and (is_new or fitting):
             announce(self._parallel_model, self.optimizers)
 
     def _keep_inference_mode_out(self, trainer: Trainer) -> None:
@@ -228,6 +236,7 @@ class HybridStrategy(MeshStrategy):
         trainer = self._trainer()
         if trainer.training and self._train_loaders is not None:
             keep_order(dataloader, self._train_loaders)
+            dataloader = self._keeper.continued(dataloader, rank=self.data_parallel_rank, step=trainer.global_step)
         if trainer.predicting and sized_len(dataloader) is not None:
             return dataloader  # ranks are kept in step by repeating a rank's last batch, see predict_step
         if not trainer.training and self._kind() != "shard":
@@ -379,10 +388,57 @@ class HybridStrategy(MeshStrategy):
         assert self._meshes is not None
         sync_epoch_metrics(self._trainer(), self._meshes, self.root_device)
 
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True  # weights are read straight into the shards, which must exist
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        return self._module().state_dict()
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        return {}  # read by name when the checkpoint is written; gathering it here would change nothing and cost all
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        if storage_options is not None:
+            raise TypeError(_STORAGE_OPTIONS)
+        self._keeper.save(checkpoint, str(filepath))
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        lightning_api.empty_cache(self.root_device)
+        return self._keeper.load(str(checkpoint_path), fitting=self._trainer().state.fn == TrainerFn.FITTING)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        self._keeper.load_edited_weights(checkpoint)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        self._keeper.load_optimizers(self._trainer())
+
+    @override
+    def remove_checkpoint(self, filepath: Any) -> None:
+        self._keeper.remove(str(filepath))
+
+    @override
+    def on_train_start(self) -> None:
+        self._keeper.before_first_batch(rank=self.data_parallel_rank, step=self._trainer().global_step)
+
+    @override
+    def on_train_end(self) -> None:
+        self._keeper.join()
+
     # ---- the end -------------------------------------------------------------------------------------------------
 
     @override
     def teardown(self) -> None:
+        self._keeper.close()
         while self._undo:
             self._undo.pop()()
         if self._logs is not None:
@@ -422,6 +478,19 @@ def _check_on_nonfinite(value: OnNonFinite) -> OnNonFinite:
     )
 
 
+def _refuse_checkpoint_io(checkpoint_io: CheckpointIO | None) -> None:
+    if checkpoint_io is None:
+        return
+    raise ValueError(
+        message(
+            "The strategy writes checkpoints itself, from all ranks; a CheckpointIO would see one rank's dictionary.",
+            got=f"checkpoint_io={type(checkpoint_io).__name__}",
+            source="the strategy's arguments or Trainer(plugins=...)",
+            change="use checkpoint=CheckpointOptions(async_save=..., format=..., storage_options=...)",
+        )
+    )
+
+
 def _refuse_compiled(module: LightningModule) -> None:
     if not lightning_api.is_compiled(module):
         return
@@ -433,3 +502,11 @@ def _refuse_compiled(module: LightningModule) -> None:
             change="pass the plain module, and compile its blocks inside it (for block in self.blocks: block.compile())",
         )
     )
+
+
+_STORAGE_OPTIONS = message(
+    "Options of the file system belong to the strategy, so that loads use them too.",
+    got="storage_options in save_checkpoint",
+    source="Trainer.save_checkpoint(..., storage_options=...)",
+    change="HybridStrategy(checkpoint=CheckpointOptions(storage_options={...}))",
+)

@@ -18,13 +18,17 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
+from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import SequentialSampler
 
+Launcher = _Launcher
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 ResultMetric = _ResultMetric
 default_backend = _get_default_process_group_backend_for_device
@@ -118,6 +122,16 @@ class TrainLoaders:
             self._note(self._early)
         return self._early
 
+    def flattened(self) -> list[Any]:
+        """Returns the loaders one by one: those that run, or those that will."""
+        running = self._trainer.fit_loop._combined_loader
+        if running is not None:
+            return list(running.flattened)
+        loaders = self.peek()
+        if loaders is None:
+            return []
+        return list((loaders if isinstance(loaders, CombinedLoader) else CombinedLoader(loaders)).flattened)
+
     def is_sequential(self, loader: Any) -> bool:
         """Returns True if the user's loader over the same dataset reads it in order."""
         return any(getattr(loader, "dataset", None) is dataset for dataset in self._sequential)
@@ -175,3 +189,13 @@ def empty_cache(device: torch.device) -> None:
     """Returns cached device memory to the system."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def is_interrupted(trainer: Trainer) -> bool:
+    """Returns True while an exception ends the run: other ranks may not know of it."""
+    return trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def overrides(module: LightningModule, hook: str) -> bool:
+    """Returns True if the user's module has its own version of a hook."""
+    return is_overridden(hook, module)

@@ -23,13 +23,12 @@ from lightning_pardist.run.agree import maxima
 from lightning_pardist.specs.config import ParallelConfig
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import publish_data_rank
+from lightning_pardist.strategies.launcher import Asked, InProcessLauncher, ScriptLauncher
 from lightning_pardist.strategies.reductions import reduce_over
 
 
 class MeshStrategy(ParallelStrategy):
     """Ranks on a device mesh, before any module is looked at."""
-
-    is_distributed = True  # Lightning deals samples and syncs logs only for strategies that say so
 
     def __init__(
         self,
@@ -48,6 +47,7 @@ class MeshStrategy(ParallelStrategy):
         self.num_nodes = 1
         self._process_group_backend = process_group_backend
         self._timeout = timeout
+        self._asked = Asked()
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -84,6 +84,11 @@ class MeshStrategy(ParallelStrategy):
         return self._meshes.world
 
     @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning should deal samples over ranks; a single rank keeps the user's own sampler."""
+        return self.world_size > 1
+
+    @property
     def data_parallel_rank(self) -> int:
         """Which share of the samples this rank reads."""
         return 0 if self._meshes is None else self._meshes.data_parallel_rank
@@ -103,10 +108,11 @@ class MeshStrategy(ParallelStrategy):
     @override
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
-        if not self.cluster_environment.creates_processes_externally:
-            self._launcher = lightning_api.SubprocessScriptLauncher(
-                self.cluster_environment, self.num_processes, self.num_nodes
-            )
+        if self.cluster_environment.creates_processes_externally:
+            self._launcher = InProcessLauncher(self._asked)
+        else:
+            self._launcher = ScriptLauncher(self.cluster_environment, self.num_processes, self.num_nodes)
+            self._launcher.asked = self._asked
 
     def set_world_ranks(self) -> None:
         """Tells the cluster environment and Lightning's helpers which rank this is."""
