@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.checkpoint.exchange import CorruptCheckpointError
 from lightning_pardist.checkpoint.objects import unreadable
 from lightning_pardist.checkpoint.pieces import Entry
-from lightning_pardist.checkpoint.storage import Storage
+from lightning_pardist.checkpoint.storage import LocalStorage, Storage
 from lightning_pardist.checkpoint.write import METADATA
+
+_THREADS = 4
 
 
 class DcpTensors:
@@ -32,6 +35,8 @@ class DcpTensors:
     def __init__(self, storage: Storage, folder: str) -> None:
         path = storage.join(folder, METADATA)
         self._reader = storage.reader(folder)
+        # Each thread opens the files anew; not every fsspec file system can do that at once.
+        self._threads = _THREADS if isinstance(storage, LocalStorage) else 1
         self._metadata = read_metadata(path, storage.read(path))
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=True)
         self.infos: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
@@ -51,9 +56,15 @@ class DcpTensors:
     def read_into(self, wanted: Mapping[str, Entry]) -> None:
         """Fills the entries' pieces. Keys are the folder's; shapes must agree."""
         views = {(key, piece.offset): piece.view for key, entry in wanted.items() for piece in entry.pieces}
-        plan = LoadPlan(sorted(self._items(wanted), key=self._place))
-        with torch.no_grad():
-            self._reader.read_data(plan, _Into(views)).wait()
+        items = sorted(self._items(wanted), key=self._place)
+        size = -(-len(items) // self._threads) or 1
+
+        def read(start: int) -> None:
+            with torch.no_grad():  # the mode is the thread's own
+                self._reader.read_data(LoadPlan(items[start : start + size]), _Into(views)).wait()
+
+        with ThreadPoolExecutor(self._threads) as pool:
+            list(pool.map(read, range(0, len(items), size)))
 
     def _place(self, item: ReadItem) -> tuple[str, int]:
         place = self._metadata.storage_data[item.storage_index]

@@ -168,6 +168,8 @@ def _start_of(pid: int) -> str:
     """Returns when a process started (Linux: clock ticks since boot, with the boot's id); empty if unknown."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if fields[0] in "ZX":
+            return "ended"  # its parent has not asked for its status yet
         return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()}:{fields[19]}"
     except (OSError, IndexError):
         return ""

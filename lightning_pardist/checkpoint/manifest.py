@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.checkpoint.exchange import CheckpointError, CorruptCheckpointError
@@ -23,6 +23,7 @@ FORMAT_VERSION = 1
 BLOCK_BYTES = 16 * 2**20
 """A checksum covers this much of a file, so that a rank checks what it reads and no more."""
 _THREADS = 4
+_READ_BYTES = 2**20
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def check_content(
         name, block = job
         with storage.open(storage.join(folder, manifest.data, name), "rb") as file:
             file.seek(block * manifest.block_bytes)
-            crc = _hex(zlib.crc32(file.read(manifest.block_bytes)))
-        return None if crc == manifest.files[name].block_crc32[block] else job
+            crc, _ = crc_of_next(file, manifest.block_bytes, bytearray(_READ_BYTES))
+        return None if hexadecimal(crc) == manifest.files[name].block_crc32[block] else job
 
     with ThreadPoolExecutor(_THREADS) as pool:
         found = [job for job in pool.map(damaged, jobs) if job is not None]
@@ -163,19 +164,35 @@ def check_content(
 
 def record_of(storage: Storage, path: str) -> FileRecord:
     """Returns a written file's size and checksums, read back from storage."""
-    checksums, total = [], 0
+    checksums: list[str] = []
+    total, buffer = 0, bytearray(_READ_BYTES)
     with storage.open(path, "rb") as file:
-        while block := file.read(BLOCK_BYTES):
-            checksums.append(_hex(zlib.crc32(block)))
-            total += len(block)
-    return FileRecord(total, checksums)
+        while True:
+            crc, length = crc_of_next(file, BLOCK_BYTES, buffer)
+            if not length:
+                return FileRecord(total, checksums)
+            checksums.append(hexadecimal(crc))
+            total += length
 
 
 def record_of_bytes(payload: bytes) -> FileRecord:
     """Returns the record of a file with this content."""
     view = memoryview(payload)
     blocks = range(0, len(view), BLOCK_BYTES)
-    return FileRecord(len(view), [_hex(zlib.crc32(view[start : start + BLOCK_BYTES])) for start in blocks])
+    return FileRecord(len(view), [hexadecimal(zlib.crc32(view[start : start + BLOCK_BYTES])) for start in blocks])
+
+
+def crc_of_next(file: IO[bytes], limit: int, buffer: bytearray) -> tuple[int, int]:
+    """Returns the CRC-32 and the length of the next ``limit`` bytes, or fewer at the end of the file."""
+    view, crc, total = memoryview(buffer), 0, 0
+    while total < limit:
+        # A small buffer that is used again stays in the processor's cache.
+        length = file.readinto(view[: min(len(view), limit - total)])  # type: ignore[attr-defined]
+        if not length:
+            break
+        crc = zlib.crc32(view[:length], crc)
+        total += length
+    return crc, total
 
 
 def _blocks(size: int, block_bytes: int, stretches: Sequence[tuple[int, int]] | None) -> list[int]:
@@ -189,10 +206,11 @@ def _blocks(size: int, block_bytes: int, stretches: Sequence[tuple[int, int]] | 
 
 
 def _crc_of(content: dict[str, Any]) -> str:
-    return _hex(zlib.crc32(json.dumps(content, sort_keys=True).encode()))
+    return hexadecimal(zlib.crc32(json.dumps(content, sort_keys=True).encode()))
 
 
-def _hex(crc: int) -> str:
+def hexadecimal(crc: int) -> str:
+    """Returns a CRC-32 as it stands in the manifest."""
     return f"{crc:08x}"
 
 

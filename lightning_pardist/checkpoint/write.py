@@ -19,12 +19,13 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 import lightning_pardist
 from lightning_pardist.checkpoint import manifest, objects, publish
+from lightning_pardist.checkpoint.checksums import ChecksummedFiles
 from lightning_pardist.checkpoint.exchange import CheckpointError, Exchange, ToAll
 from lightning_pardist.checkpoint.pieces import Entry
 from lightning_pardist.checkpoint.plan import GlobalPlan, Held
 from lightning_pardist.checkpoint.publish import Draft
 from lightning_pardist.checkpoint.state import MODEL, Snapshot, TrainState
-from lightning_pardist.checkpoint.storage import Storage
+from lightning_pardist.checkpoint.storage import LocalStorage, Storage
 
 METADATA = ".metadata"
 """What torch.distributed.checkpoint calls its own description."""
@@ -124,19 +125,21 @@ def _write_own(job: Job, exchange: Exchange) -> _Written:
     plan = writer.prepare_local_plan(SavePlan([item for item, _ in items.values()]))
     others = [SavePlan([])] * exchange.world_size
     plan = writer.prepare_global_plan([*others[: exchange.rank], plan, *others[exchange.rank + 1 :]])[exchange.rank]
-    results = writer.write_data(plan, _Given({index: tensor for index, (_, tensor) in items.items()})).value()
+    given = _Given({index: tensor for index, (_, tensor) in items.items()})
+    # Writing and summing up both release the interpreter; summing up follows on another processor.
+    with ThreadPoolExecutor(1) as pool:
+        files = ChecksummedFiles(writer.fs, pool if isinstance(storage, LocalStorage) else None)
+        writer.fs = files  # type: ignore[assignment]
+        results = writer.write_data(plan, given).value()
+        for name, payload in job.files.items():
+            with storage.open(storage.join(folder, name), "wb") as file:
+                file.write(payload)
+        records = {name: manifest.record_of_bytes(payload) for name, payload in job.files.items()}
+        for name in {*job.files, *(result.storage_data.relative_path for result in results)}:
+            storage.flush(storage.join(folder, name))
+        records.update(files.records())
     if len(results) != len(items):
         raise CheckpointError(f"{len(results)} of {len(items)} tensors were written to {folder}")
-    records = {name: manifest.record_of_bytes(payload) for name, payload in job.files.items()}
-    for name, payload in job.files.items():
-        storage.write(storage.join(folder, name), payload)
-    own = {result.storage_data.relative_path for result in results}
-    # The disk works on one, this processor on the other; both release the interpreter.
-    with ThreadPoolExecutor(1) as pool:
-        flushed = [pool.submit(storage.flush, storage.join(folder, name)) for name in own]
-        records.update({name: manifest.record_of(storage, storage.join(folder, name)) for name in own})
-        for flush in flushed:
-            flush.result()
     return _Written(results, records, job.pickled)
 
 

@@ -64,7 +64,7 @@ def fail_on_one_rank(folder: str, where: str, options: CheckpointOptions) -> str
     return text
 
 
-@pytest.mark.parametrize("where", ["write", "flush", "writer"])
+@pytest.mark.parametrize("where", ["open", "flush", "writer"])
 @pytest.mark.parametrize(("behind", "on_error"), [(False, "raise"), (True, "raise"), (True, "warn")])
 def test_full_disk_on_one_rank(run_distributed: Any, tmp_path: Path, where: str, behind: bool, on_error: str) -> None:
     options = CheckpointOptions(async_save=behind, on_save_error=on_error, timeout_s=30)
