@@ -43,7 +43,7 @@ def race(entries: list[Variant], size: Size, rounds: int) -> dict[str, Any]:
     """Returns measurements by variant name; every rank must call it."""
     found = {entry: Found() for entry in entries}
     runs = {entry: PausableRun(lambda pause, entry=entry: train(entry, size, found[entry], pause)) for entry in entries}
-    seconds: dict[Variant, list[float]] = {entry: [] for entry in entries}
+    seconds: dict[Variant, list[tuple[float, float]]] = {entry: [] for entry in entries}
     order = random.Random(7)  # the same on all ranks: they must meet in the same collectives
     for entry in entries:
         runs[entry].advance()  # set-up, to the first step
@@ -54,10 +54,10 @@ def race(entries: list[Variant], size: Size, rounds: int) -> dict[str, Any]:
             gc.freeze()
         for entry in order.sample(entries, len(entries)):
             dist.barrier()
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             runs[entry].advance()
             if round_ >= 0:
-                seconds[entry].append(time.perf_counter() - start)
+                seconds[entry].append((time.perf_counter() - start, time.process_time() - start_cpu))
     while not all(run.ended for run in runs.values()):
         for run in runs.values():
             if not run.ended:
@@ -65,10 +65,11 @@ def race(entries: list[Variant], size: Size, rounds: int) -> dict[str, Any]:
     return {entry.name: _measurements(entry, seconds[entry], found[entry]) for entry in entries}
 
 
-def _measurements(entry: Variant, seconds: list[float], found: Found) -> dict[str, Any]:
+def _measurements(entry: Variant, seconds: list[tuple[float, float]], found: Found) -> dict[str, Any]:
     assert found.state is not None
-    times = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    wall, cpu = torch.tensor(seconds, dtype=torch.float64).T.contiguous()
+    dist.all_reduce(wall, op=dist.ReduceOp.MAX)
+    dist.all_reduce(cpu)
     losses = torch.stack(found.losses).double()
     dist.all_reduce(losses)
     states: list[Any] = [None] * dist.get_world_size()
@@ -77,7 +78,8 @@ def _measurements(entry: Variant, seconds: list[float], found: Found) -> dict[st
     data = totals(found.collectives, "data")
     return {
         **asdict(entry),
-        "seconds": times.tolist(),
+        "seconds": wall.tolist(),
+        "cpu_seconds": cpu.tolist(),
         "losses": (losses / dist.get_world_size()).tolist(),
         "state": {**asdict(most), "total": most.total},
         "planned_state": found.planned_state,

@@ -7,6 +7,7 @@ then train a patchwork of models, and hybrid replicas would stay different for e
 from __future__ import annotations
 
 import hashlib
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -18,7 +19,10 @@ log = get_logger(__name__)
 
 
 class Weights:
-    """Brings tensors of one module onto the device, initialised and equal on all ranks; each tensor once."""
+    """Brings tensors of one module onto the device, initialised and equal on all ranks; each tensor once.
+
+    With the meta device as target every tensor stays as it is: shapes and hooks without memory.
+    """
 
     def __init__(self, module: nn.Module, device: torch.device, meshes: Meshes | None) -> None:
         self._root = module
@@ -38,6 +42,8 @@ class Weights:
 
     def make_ready_own(self, module: nn.Module) -> None:
         """Does the same for the tensors registered on this very module."""
+        if self._device.type == "meta":
+            return
         self._materialize(module)
         for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
             if id(tensor) in self._ready or hasattr(tensor, "placements"):
@@ -104,4 +110,3 @@ class Weights:
         if self._meshes is not None:
             dist.broadcast_object_list(box, src=0, group=self._meshes.control)
         return box[0]
-

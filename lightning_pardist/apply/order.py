@@ -22,7 +22,7 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
         module: the user's module, with real or meta parameters, not wrapped by anything.
         plan: the same on all ranks.
         meshes: the live mesh; None on one rank.
-        device: where this rank computes.
+        device: where this rank computes; ``meta`` spreads without making weights, to try a plan or time it.
 
     Raises:
         ValueError: on all ranks, if ranks hold different modules or plans.
@@ -39,7 +39,7 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
         shard_units(model, weights)
     # What no unit held: everything if the model is replicated, else buffers and the parameters of metrics.
     weights.make_ready(module)
-    if meshes is not None:
+    if meshes is not None and device.type != "meta":
         check_equal_replicas(module, meshes)
     remember(model)
     return model
