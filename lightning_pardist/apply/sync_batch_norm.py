@@ -41,7 +41,7 @@ class OverAllRanks(nn.Module):
 
     process_group: ProcessGroup
 
-    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002  # torch's name
+    def forward(self: Any, input: Tensor) -> Tensor:  # torch's name
         """Returns the normalised input, of the same shape and dtype.
 
         Args:

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
@@ -40,6 +41,8 @@ __all__ = [
     "next_autograd_sequence_number",
     "node_sequence_number",
     "storage_key",
+    "tree_flatten",
+    "tree_unflatten",
     "without_dispatch_modes",
     "written_arguments",
 ]

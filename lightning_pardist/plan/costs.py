@@ -74,9 +74,7 @@ def _sharded_traffic(
     ]
     if sizes.data_parallel_replicate > 1:
         found.append(
-            Traffic(
-                collective="all_reduce", axis=axes.DATA_PARALLEL_REPLICATE, count=reduces, nbytes=reduced // d
-            )
+            Traffic(collective="all_reduce", axis=axes.DATA_PARALLEL_REPLICATE, count=reduces, nbytes=reduced // d)
         )
     scalars = [by_name[name] for name in plan.scalar_parameters if by_name[name].requires_grad]
     if scalars:

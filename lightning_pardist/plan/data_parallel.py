@@ -80,7 +80,9 @@ def _notes(given: PlanInput, units: tuple[ShardUnit, ...]) -> tuple[str, ...]:
     held = {name for unit in units if not unit.is_root for name in unit.parameters}
     blocks = {name for block in given.profile.blocks() for name in block.parameter_names}
     if missed := sorted(blocks - held - set(scalar_parameters(given.profile))):
-        notes.append(f"used outside their block or tied across blocks, so held by the root: {', '.join(missed[:3])} ...")
+        notes.append(
+            f"used outside their block or tied across blocks, so held by the root: {', '.join(missed[:3])} ..."
+        )
     return tuple(notes)
 
 
@@ -118,6 +120,6 @@ def _check_dtypes(profile: ModelProfile, units: tuple[ShardUnit, ...]) -> None:
                     "Trainable parameters that are sharded together must share one dtype.",
                     got=f"{listed} in the unit of {', '.join(unit.modules) or 'the root'}",
                     source=f"the parameters of {profile.module_class}",
-                    change="use one dtype with Trainer(precision=...), or give the odd module a unit through fsdp_units",
+                    change="use one dtype through Trainer(precision=...), or give the odd module a unit of its own",
                 )
             )

@@ -52,7 +52,7 @@ def _unit_rows(plan: ParallelPlan) -> list[tuple[str, ...]]:
         return [("one data rank", "nothing is sharded or reduced")]
     if data.kind == "replicate":
         return [("replicated", "gradients averaged in buckets while backward runs")]
-    rows = [(f"ZeRO-{data.zero_stage}", f"{len(data.units)} unit(s)", "")]
+    rows: list[tuple[str, ...]] = [(f"ZeRO-{data.zero_stage}", f"{len(data.units)} unit(s)", "")]
     for label, group in groupby(data.units, key=_unit_label):
         members = list(group)
         freed = "freed after forward" if members[0].reshard_after_forward else "kept until backward"
@@ -70,7 +70,7 @@ def _unit_label(unit: ShardUnit) -> str:
 
 def _state_rows(plan: ParallelPlan) -> list[tuple[str, ...]]:
     rank, one = plan.state_per_rank, plan.state_one_process
-    rows = [("", "each rank", "one process")]
+    rows: list[tuple[str, ...]] = [("", "each rank", "one process")]
     for label in ("parameters", "gradients", "optimizer"):
         rows.append((label, *(_cell(getattr(side, label)) for side in (rank, one))))
     rows.append(("total", _total(rank), _total(one)))

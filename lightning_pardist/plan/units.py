@@ -55,7 +55,7 @@ def shard_units(table: ModuleTable, profile: ModelProfile, request: UnitRequest)
     root = ShardUnit(
         modules=("",),
         parameters=tuple(name for name in table.parameters_below("") if name not in taken),
-        # The root's parameters are used first in forward and again at the start of backward: freeing them gains nothing.
+        # The root's parameters are used first in forward and again at the start of backward: freeing gains nothing.
         reshard_after_forward=False,
     )
     return (*units, root)

@@ -1,8 +1,8 @@
 """One global gradient norm over whatever the gradients are: plain, sharded, replicated, of several dtypes.
 
-The p-norm over all elements is (sum over shards of sum |g|^p)^(1/p), the infinity norm a maximum; each rank adds its own
-shard's part, what several ranks hold is counted once, and one all-reduce gives every rank the same number. Norms are taken
-in fp32 at least, so that the number does not depend on how a low-precision gradient happens to be cut.
+The p-norm over all elements is (sum over shards of sum |g|^p)^(1/p), the infinity norm a maximum; each rank adds its
+own shard's part, what several ranks hold is counted once, and one all-reduce gives every rank the same number. Norms
+are taken in fp32 at least, so that the number does not depend on how a low-precision gradient happens to be cut.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -20,10 +20,10 @@ _T = TypeVar("_T")
 
 
 # torch 2.13 renamed the switch and warns about the old name.
-_BUFFER_SYNC = (
-    "forward_sync_buffers"
+_NO_BUFFER_SYNC: dict[str, Any] = (
+    {"forward_sync_buffers": False}
     if "forward_sync_buffers" in inspect.signature(DistributedDataParallel).parameters
-    else "broadcast_buffers"
+    else {"broadcast_buffers": False}
 )
 
 
@@ -107,7 +107,7 @@ class StepRunner:
             torch_dist_api.refresh_trainability(self._model.module)
 
     def skip_backward(self) -> None:
-        """Ends a step whose loss all ranks agreed to drop, with the gradients of earlier micro-batches reduced if due."""
+        """Ends a step whose loss all ranks agreed to drop; reduces gradients of earlier micro-batches if due."""
         model = self._model
         flush = self._sync and self._pending
         self._pending = self._pending and not self._sync
@@ -121,8 +121,8 @@ class StepRunner:
     def _backward_of_nothing(self, *, reduce_partial_sums: bool) -> None:
         """Lets torch's final callback free what is gathered and reduce the whole gradients that have accumulated.
 
-        Between hybrid replicas, partial sums of shards wait too; torch picks them up with the next gradient only, so every
-        parameter then gives a gradient of zeros.
+        Between hybrid replicas, partial sums of shards wait too; torch picks them up with the next gradient only, so
+        every parameter then gives a gradient of zeros.
         """
         root = cast(FSDPModule, self._model.module)
         nothing = torch.zeros((), device=model_device(self._model), requires_grad=True)
@@ -146,8 +146,8 @@ class StepRunner:
     def accumulating(self) -> Iterator[None]:
         """Marks a micro-batch that is not the last of its window.
 
-        ZeRO-0 and ZeRO-1 keep whole gradients and reduce once per window. ZeRO-2 and ZeRO-3 must keep gradients sharded,
-        so they reduce-scatter every micro-batch; only the all-reduce between replicas waits.
+        ZeRO-0 and ZeRO-1 keep whole gradients and reduce once per window. ZeRO-2 and ZeRO-3 must keep gradients
+        sharded, so they reduce-scatter every micro-batch; only the all-reduce between replicas waits.
         """
         self._sync = False
         try:
@@ -206,7 +206,7 @@ class StepRunner:
             gradient_as_bucket_view=True,
             # Weights were made equal at set-up; buffers are averaged where they are used, before evaluation and saves.
             init_sync=False,
-            **{_BUFFER_SYNC: False},
+            **_NO_BUFFER_SYNC,
         )
 
     def _gather_root(self) -> None:

@@ -68,9 +68,7 @@ class ParallelConfig:
             "expert_parallel_size": self.expert_parallel_size,
         }
         missing = {
-            name: size
-            for name, size in asked.items()
-            if size > 1 and name.removesuffix("_size") not in AVAILABLE_AXES
+            name: size for name, size in asked.items() if size > 1 and name.removesuffix("_size") not in AVAILABLE_AXES
         }
         if missing:
             raise ValueError(
@@ -144,7 +142,7 @@ class ParallelConfig:
         return ValueError(
             message(
                 "The sizes of the mesh axes must multiply to the number of ranks.",
-                got=f"{listed or 'all axes of size 1'} (product of the given sizes: {product}) for {world_size} rank(s)",
+                got=f"{listed or 'all axes of size 1'} (given sizes multiply to {product}) for {world_size} rank(s)",
                 source="the strategy's arguments, and Trainer(devices=..., num_nodes=...) or the launcher's WORLD_SIZE",
                 change=f"sizes that divide {world_size} are {fitting}; 'auto' takes what the other axes leave",
             )

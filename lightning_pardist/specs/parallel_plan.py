@@ -48,7 +48,7 @@ class DataParallelPlan:
     """How the data axes hold the model."""
 
     kind: DataParallelKind
-    """``none`` on one data rank, ``replicate`` (all-reduce of gradients), ``shard`` (FSDP2, hybrid if replicated too)."""
+    """``none`` on one data rank, ``replicate`` (gradients all-reduced), ``shard`` (FSDP2, hybrid with replicas)."""
     zero_stage: int
     units: tuple[ShardUnit, ...] = ()
     """In the order of application: inner before outer, the root last."""

@@ -72,7 +72,7 @@ class AgreedLoader:
     def _uneven(self, taken: int) -> None:
         if self._on_uneven == "stop":
             log.warning(
-                "after %d batches at least one rank has no more data: all ranks end the epoch here, so that none waits; "
+                "after %d batches at least one rank has no more data: all ranks end the epoch here, none waits; "
                 "samples left on other ranks are not seen in this epoch",
                 taken,
             )
@@ -97,8 +97,8 @@ _END = object()
 def keep_order(loader: Any, loaders: TrainLoaders) -> None:
     """Lets a training loader that reads in order do so on many ranks too.
 
-    Lightning deals training samples with a shuffling sampler whatever the user's loader does; one process would not have
-    shuffled. Dealt in order, the ranks' batches together are the batches of one process.
+    Lightning deals training samples with a shuffling sampler whatever the user's loader does; one process would not
+    have shuffled. Dealt in order, the ranks' batches together are the batches of one process.
     """
     sampler = getattr(loader, "sampler", None)
     if isinstance(sampler, DistributedSampler) and sampler.shuffle and loaders.is_sequential(loader):
@@ -135,6 +135,6 @@ def _uneven_error(got: str) -> ValueError:
             "All ranks must evaluate equally many batches: each step of a sharded model needs all of them.",
             got=got,
             source="the evaluation data loader on each rank (use_distributed_sampler=False, or an IterableDataset)",
-            change="let Trainer(use_distributed_sampler=True) deal the samples, or pad or drop so that counts are equal",
+            change="let Trainer(use_distributed_sampler=True) deal the samples, or pad or drop to equal counts",
         )
     )

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import lightning.pytorch as pl
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
@@ -16,7 +15,6 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 
 from lightning_pardist import checkpoint as ckpt
-from lightning_pardist.base.errors import message
 from lightning_pardist.base.log import get_logger
 from lightning_pardist.checkpoint.storage import open_storage
 from lightning_pardist.mesh import Meshes, private_host_group
@@ -85,13 +83,13 @@ class CheckpointKeeper:
         trainer, meshes = self._trainer(), self._meshes()
         if meshes is not None and lightning_api.is_interrupted(trainer) and not all_present(meshes, ROLL_CALL_S):
             log.error(
-                "no checkpoint is saved at %s: after an exception not all ranks came to save, and a part of them cannot",
+                "no checkpoint is saved at %s: after an exception not all ranks came, and some alone cannot save",
                 path,
             )
             return
         saver = self._live_saver()
         handle = saver.save(path, self._state(content), self._info(content))
-        if self.options.async_save and any(_wants_link(callback) for callback in trainer.callbacks):
+        if self.options.async_save and any(_wants_link(callback) for callback in lightning_api.callbacks(trainer)):
             saver.wait()  # save_last="link": the link must not point to what is not there yet
         self._last = handle
 
@@ -149,10 +147,11 @@ class CheckpointKeeper:
     def _rows_per_step(self) -> int | None:
         """Samples that all ranks together take per batch, if the loaders tell."""
         sizes = [getattr(loader, "batch_size", None) for loader in (self._loaders.flattened() if self._loaders else ())]
-        if not sizes or any(size is None for size in sizes):
+        known = [int(size) for size in sizes if size is not None]
+        if not known or len(known) < len(sizes):
             return None
         meshes = self._meshes()
-        return int(sum(sizes)) * (meshes.data_parallel_size if meshes else 1)
+        return sum(known) * (meshes.data_parallel_size if meshes else 1)
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -163,12 +162,12 @@ class CheckpointKeeper:
         """
         self.join()
         path = gather_objects(str(path), self._meshes())[0]
-        unfreezes = fitting and any(isinstance(c, BaseFinetuning) for c in self._trainer().callbacks)
+        unfreezes = fitting and any(isinstance(c, BaseFinetuning) for c in lightning_api.callbacks(self._trainer()))
         # A finetuning callback rebuilds the optimizers' groups when it is restored; their state can only follow then.
         report = self._load_with_fallback(path, resumes=fitting, waits_for_groups=unfreezes)
         if not report.trainer:
             log.warning("%s holds weights only: optimizers, schedulers and loops start anew", report.path)
-            return {"pytorch-lightning_version": pl.__version__, "lr_schedulers": [], "optimizer_states": []}
+            return {"pytorch-lightning_version": lightning_api.VERSION, "lr_schedulers": [], "optimizer_states": []}
         content = dict(report.trainer)
         ours = content.pop(OURS, {})
         self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
@@ -196,7 +195,7 @@ class CheckpointKeeper:
         resumed = self._resumed
         if resumed is None or not resumed.waits_for_groups:
             return
-        for callback in trainer.callbacks:
+        for callback in lightning_api.callbacks(trainer):
             if isinstance(callback, BaseFinetuning):
                 callback.on_fit_start(trainer, self._live())
         trainable = set(resumed.ours.get("trainable", ()))

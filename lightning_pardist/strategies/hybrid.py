@@ -9,13 +9,13 @@ from typing import Any, Literal, get_args
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.plugins.collectives.torch_collective import default_pg_timeout
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor, nn
+from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
@@ -337,7 +337,9 @@ class HybridStrategy(MeshStrategy):
         self._logs.replay(noted, self._meshes, self.root_device, same_names=highest == -lowest)
         if any_nonfinite and self._on_nonfinite == "raise":
             ranks = [r for r, bad in enumerate(gather_objects(nonfinite, self._meshes)) if bad]
-            raise FloatingPointError(f"the loss is not finite on rank(s) {ranks}; the strategy's on_nonfinite_loss='raise'")
+            raise FloatingPointError(
+                f"the loss is not finite on rank(s) {ranks}; the strategy's on_nonfinite_loss='raise'"
+            )
         self._guard.decide(skip=bool(any_missing or any_nonfinite))
         if output is None and automatic:
             # Lightning refuses None on several ranks, for it cannot know that they agreed.
@@ -499,7 +501,7 @@ def _refuse_compiled(module: LightningModule) -> None:
             "The LightningModule itself must not be compiled: sharding hooks sit between its parts.",
             got=f"torch.compile({type(module).__name__})",
             source="the model passed to the Trainer",
-            change="pass the plain module, and compile its blocks inside it (for block in self.blocks: block.compile())",
+            change="pass the plain module and compile its blocks inside it: for block in self.blocks: block.compile()",
         )
     )
 

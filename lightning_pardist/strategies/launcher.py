@@ -24,7 +24,7 @@ class Asked:
     weights_only: bool | None = None
 
     def note(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Reads the arguments of the function that the launcher is to run; others than an entry of the Trainer have none."""
+        """Reads the arguments of the function to be launched; only entries of the Trainer have them."""
         try:
             bound = inspect.signature(function).bind(*args, **kwargs).arguments
         except (TypeError, ValueError):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import lightning
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
@@ -17,17 +18,20 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
 from lightning.pytorch.trainer.states import TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]  # re-exported
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import SequentialSampler
+from torchmetrics import Metric
 
+VERSION: str = lightning.__version__
 Launcher = _Launcher
 SubprocessScriptLauncher = _SubprocessScriptLauncher
 ResultMetric = _ResultMetric
@@ -50,7 +54,8 @@ def init_process_group(environment: ClusterEnvironment, backend: str, **kwargs: 
 
 def set_rank_zero(rank: int) -> None:
     """Tells Lightning's rank-zero helpers which rank this is; both packages keep a copy."""
-    rank_zero_only.rank = fabric_rank_zero_only.rank = rank
+    for helper in (rank_zero_only, fabric_rank_zero_only):
+        setattr(helper, "rank", rank)  # noqa: B010  # an attribute that its type does not declare
 
 
 def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
@@ -75,6 +80,31 @@ def result_metrics(trainer: Trainer) -> dict[str, ResultMetric]:
     """Returns what ``self.log`` has collected in the running loop, by ``<hook>.<name>[.<dataloader>]``."""
     results = trainer._results
     return {} if results is None else {key: metric for key, metric in results.items() if not metric.has_reset}
+
+
+def step_value(metric: Metric) -> Any:
+    """Returns what a metric's last ``forward`` gave for its batch, None if it was not called."""
+    return metric._forward_cache
+
+
+def set_step_value(metric: Metric, value: Tensor) -> None:
+    """Replaces a metric's batch value, which is what Lightning logs on a step."""
+    metric._forward_cache = value  # type: ignore[assignment]  # annotated by its initial None
+
+
+def has_epoch_value(metric: ResultMetric) -> bool:
+    """Returns True if a logged value has been computed since it last changed."""
+    return metric._computed is not None
+
+
+def set_epoch_value(metric: ResultMetric, value: Tensor) -> None:
+    """Stores the value that Lightning would otherwise compute from this rank's state alone."""
+    metric._computed = value  # type: ignore[assignment]  # annotated by its initial None
+
+
+def callbacks(trainer: Trainer) -> list[Callback]:
+    """Returns the Trainer's callbacks, which it sets without declaring them."""
+    return trainer.callbacks  # type: ignore[attr-defined]
 
 
 def before_epoch_metrics(trainer: Trainer, fn: Callable[[], None]) -> Callable[[], None]:
@@ -111,7 +141,7 @@ class TrainLoaders:
         self._ask = self._source.dataloader
         self._early: Any = None
         self._sequential: list[Any] = []
-        self._source.dataloader = self._answer
+        self._source.dataloader = self._answer  # type: ignore[method-assign]
 
     def peek(self) -> Any:
         """Returns the loaders before the fit loop asks for them; the user's hook runs once all the same."""

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
-from lightning.fabric.utilities.types import ReduceOp
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
 from torch import Tensor
+from torch.distributed import ReduceOp
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
@@ -178,6 +178,6 @@ class MeshStrategy(ParallelStrategy):
         return box[0]
 
     @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # noqa: A002  # Lightning's name
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
         (some_no, some_yes) = maxima([not decision, bool(decision)], self._meshes)
         return not some_no if all else bool(some_yes)

@@ -2,12 +2,12 @@
 
 Two kinds of values, two moments:
 
-- in ``training_step`` values are wanted at once (progress bar, loggers, callbacks). They are noted while the step runs,
-  combined over the data ranks in one collective at its end, and then logged, so that all ranks log the same numbers;
+- in ``training_step`` values are wanted at once (progress bar, loggers, callbacks). They are noted while the step
+  runs, combined over the data ranks in one collective at its end, and then logged: all ranks log the same numbers;
 - everywhere else values add up on each rank and are combined when Lightning is about to compute epoch-level metrics.
 
 Means are weighted by rows. Names are agreed on first: ranks may log different names (a branch on data) without a hang.
-A torchmetrics object synchronises itself at the end of the epoch; its step value is the row-weighted mean of the ranks'.
+A torchmetrics object synchronises itself at the end of the epoch; its step value is the row-weighted mean over ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -105,7 +105,7 @@ class StepLogs:
             self._log(call.name, value.to(call.value.dtype), **arguments)
             return
         # A metric object computes its own epoch value; only the step value is replaced.
-        call.metric._forward_cache = value.to(call.value.dtype)
+        lightning_api.set_step_value(call.metric, value.to(call.value.dtype))
         arguments.pop("batch_size")
         self._log(call.name, call.metric, **arguments)
 
@@ -125,7 +125,7 @@ class StepLogs:
 
     def _note(self, name: str, value: Any, arguments: dict[str, Any]) -> Logged | None:
         metric = value if isinstance(value, Metric) else None
-        number = value._forward_cache if metric is not None else value
+        number = lightning_api.step_value(metric) if metric is not None else value
         reduction = _reduction(arguments.get("reduce_fx", "mean"))
         if metric is not None and not isinstance(number, Tensor):
             return None
@@ -153,9 +153,7 @@ def names_digest(calls: Sequence[Logged]) -> int:
 
 def sync_epoch_metrics(trainer: Trainer, meshes: Meshes, device: torch.device) -> None:
     """Combines what every rank has added up since the last reset and stores the results as computed values."""
-    waiting = {
-        key: metric for key, metric in lightning_api.result_metrics(trainer).items() if _waits_for_sync(metric)
-    }
+    waiting = {key: metric for key, metric in lightning_api.result_metrics(trainer).items() if _waits_for_sync(metric)}
     keys = gather_objects(list(waiting), meshes)
     common = [key for key in keys[0] if all(key in other for other in keys)]
     for key in [key for key in waiting if key not in common or not _combines(waiting[key])]:
@@ -166,12 +164,12 @@ def sync_epoch_metrics(trainer: Trainer, meshes: Meshes, device: torch.device) -
     metrics = [waiting[key] for key in chosen]
     weights = [m.cumulated_batch_size if m.meta.is_mean_reduction else torch.ones(()) for m in metrics]
     # A mean's state is a weighted sum already, so both of its halves are plain sums.
-    sums = ["sum" if m.meta.is_mean_reduction else _reduction(m.meta.reduce_fx) for m in metrics]
-    states, _ = combine([m.value for m in metrics], [1.0] * len(metrics), sums, (meshes, device))  # type: ignore[arg-type]
+    sums = [_state_reduction(m) for m in metrics]
+    states, _ = combine([m.value for m in metrics], [1.0] * len(metrics), sums, (meshes, device))
     totals, _ = combine(weights, [1.0] * len(metrics), ["sum"] * len(metrics), (meshes, device))
     for metric, state, total in zip(metrics, states, totals, strict=True):
         value = state / total if metric.meta.is_mean_reduction else state
-        metric._computed = value.to(dtype=metric.value.dtype, device=metric.value.device)
+        lightning_api.set_epoch_value(metric, value.to(dtype=metric.value.dtype, device=metric.value.device))
 
 
 def combine(
@@ -235,7 +233,8 @@ def _occurrences(calls: Sequence[Logged]) -> Iterator[tuple[Logged, int]]:
 
 
 def _waits_for_sync(metric: lightning_api.ResultMetric) -> bool:
-    return bool(metric.is_tensor and metric.meta.on_epoch and metric._computed is None and not metric.meta.sync.should)
+    open_value = metric.is_tensor and metric.meta.on_epoch and not lightning_api.has_epoch_value(metric)
+    return bool(open_value) and not metric.meta.sync.should
 
 
 def _combines(metric: lightning_api.ResultMetric) -> bool:
@@ -246,7 +245,13 @@ def _combines(metric: lightning_api.ResultMetric) -> bool:
     return not metric.meta.is_sum_reduction or hook.endswith(_STEP_HOOKS)
 
 
+def _state_reduction(metric: lightning_api.ResultMetric) -> Reduction:
+    reduction = "sum" if metric.meta.is_mean_reduction else _reduction(metric.meta.reduce_fx)
+    assert reduction is not None, metric.meta.reduce_fx
+    return reduction
+
+
 def _reduction(reduce_fx: Any) -> Reduction | None:
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
-    return name if name in ("mean", "sum", "max", "min") else None
+    return cast(Reduction, name) if name in ("mean", "sum", "max", "min") else None

@@ -52,7 +52,7 @@ class SkipGuard:
             if not (self._step_dropped and id(scheduler) in per_step):
                 step(scheduler, metric)
 
-        module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign, assignment]
+        module.lr_scheduler_step = lr_scheduler_step  # type: ignore[method-assign]
         return lambda: vars(module).pop("lr_scheduler_step", None)
 
 
@@ -90,11 +90,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ParallelModel) -> N
             raise ValueError(
                 message(
                     "Optimizers must hold the module's parameters as they are after sharding.",
-                    got=f"optimizer {index} ({type(optimizer).__name__}) holds {len(foreign)} other tensor(s), the first "
-                    f"of shape {tuple(foreign[0].shape)}",
+                    got=f"optimizer {index} ({type(optimizer).__name__}) holds {len(foreign)} other tensor(s), "
+                    f"the first of shape {tuple(foreign[0].shape)}",
                     source="configure_optimizers",
-                    change="collect parameters inside configure_optimizers (self.parameters(), self.named_parameters()), "
-                    "not in __init__ or setup",
+                    change="collect parameters inside configure_optimizers (self.parameters(), "
+                    "self.named_parameters()), not in __init__ or setup",
                 )
             )
         if isinstance(optimizer, LBFGS) and model.kind == "shard":
@@ -130,7 +130,7 @@ def _trial(optimizer: Optimizer) -> float | None:
     try:
         accepted = inspect.signature(type(optimizer)).parameters
         options = {key: value for key, value in optimizer.defaults.items() if key in accepted}
-        trial = type(optimizer)([parameter], **options)  # type: ignore[call-arg]
+        trial = type(optimizer)([parameter], **options)
         trial.step()
     except Exception:  # any optimizer of the user's; the report then says that it does not know
         return None

@@ -11,9 +11,9 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.plugins.precision import (
     DoublePrecision,
     HalfPrecision,
@@ -21,7 +21,6 @@ from lightning.pytorch.plugins.precision import (
     Precision,
 )
 from lightning.pytorch.utilities import GradClipAlgorithmType
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import nn
 from torch.optim import Optimizer
 from torchmetrics import Metric
@@ -117,7 +116,7 @@ def _replacement(plugin: Precision) -> Any:
             "The strategy works with the precisions 32-true, 64-true, bf16-true, 16-true and bf16-mixed.",
             got=f"{type(plugin).__name__} ({plugin.precision})",
             source="Trainer(precision=...), Trainer(plugins=...) or the strategy's precision_plugin",
-            change="use precision='bf16-mixed': it has the range of fp32 and needs no loss scale that ranks must agree on",
+            change="use precision='bf16-mixed': it has the range of fp32 and needs no loss scale to agree on",
         )
     )
 
@@ -141,7 +140,7 @@ def check_norm_type(norm_type: float) -> float:
     Raises:
         ValueError: if it is not positive.
     """
-    if isinstance(norm_type, (int, float)) and (norm_type > 0 or math.isinf(norm_type)):
+    if norm_type > 0:
         return float(norm_type)
     raise ValueError(
         message(

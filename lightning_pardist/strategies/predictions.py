@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from lightning_pardist.base.errors import message
+from lightning_pardist.base.torch_api import tree_flatten, tree_unflatten
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.run.agree import gather_objects
 

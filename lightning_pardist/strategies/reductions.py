@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.utilities.types import ReduceOp
 from torch import Tensor
+from torch.distributed import ReduceOp
 
 _OPS = {
     "mean": dist.ReduceOp.SUM,

@@ -45,7 +45,7 @@ def reseed(seed: int, step: int, rank: int) -> None:
     value = (seed + 1_000_003 * step + 7_919 * rank) % 2**32
     seed_everything(value, workers=False, verbose=False)
     log.warning(
-        "the checkpoint was saved on another layout: the random generators are seeded anew from its seed %d and step %d",
+        "the checkpoint was saved on another layout: random generators are seeded anew from its seed %d and step %d",
         seed,
         step,
     )

@@ -88,7 +88,9 @@ def with_callback(layout: dict[str, Any], folder: str, save_last: Any, asynchron
     torch.manual_seed(0)
     options = CheckpointOptions(async_save=asynchronous)
     callback = ModelCheckpoint(folder, monitor="val_loss", save_top_k=2, save_last=save_last)
-    trainer = make_trainer({**layout, "checkpoint": options}, 2, max_epochs=4, callbacks=[callback], enable_checkpointing=True)
+    trainer = make_trainer(
+        {**layout, "checkpoint": options}, 2, max_epochs=4, callbacks=[callback], enable_checkpointing=True
+    )
     module = Scheduled()
     trainer.fit(module, loader(48, 8), loader(32, 8, seed=1))
     final = weights(module)

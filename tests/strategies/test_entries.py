@@ -58,7 +58,9 @@ def every_layout(layouts: list[dict[str, Any]], world_size: int, late: bool) -> 
     return [all_entries(layout, world_size, late) for layout in layouts]
 
 
-@pytest.mark.parametrize(("world_size", "layouts"), [(2, [LAYOUTS["ddp"], LAYOUTS["zero2"], LAYOUTS["fsdp"]]), (4, [HYBRID])])
+@pytest.mark.parametrize(
+    ("world_size", "layouts"), [(2, [LAYOUTS["ddp"], LAYOUTS["zero2"], LAYOUTS["fsdp"]]), (4, [HYBRID])]
+)
 @pytest.mark.parametrize("late", [False, True])
 def test_fit_validate_test_predict_fit(
     run_distributed: Any, run_single: Any, world_size: int, layouts: list[dict[str, Any]], late: bool

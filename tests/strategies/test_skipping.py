@@ -36,7 +36,9 @@ class Faulty(Tower):
         return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
 
 
-def train(layout: dict[str, Any] | None, world_size: int, faulty: tuple[Any, ...], accumulate: int, batches: int) -> Any:
+def train(
+    layout: dict[str, Any] | None, world_size: int, faulty: tuple[Any, ...], accumulate: int, batches: int
+) -> Any:
     torch.manual_seed(0)
     module = Faulty(*faulty)
     trainer = make_trainer(layout, world_size, accumulate_grad_batches=accumulate)
