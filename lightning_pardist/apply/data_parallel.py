@@ -39,7 +39,7 @@ def shard_units(model: ParallelModel, weights: Weights) -> None:
         for top in tops:
             weights.make_ready(top)
         fully_shard(
-            tops if len(tops) > 1 else tops[0],  # type: ignore[arg-type]  # overloads for one module and for a list
+            tops if len(tops) > 1 else tops[0],
             mesh=model.meshes.sharding(),
             reshard_after_forward=unit.reshard_after_forward,
             mp_policy=_precision_policy(unit, model.plan.precision),
