@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
@@ -19,7 +19,6 @@ from torch.distributed.constants import default_pg_timeout
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from lightning_pardist.base.errors import message
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects, maxima
 from lightning_pardist.run.buffers import average_statistics_
@@ -29,18 +28,17 @@ from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import agree_on_length, keep_order
+from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refuse_checkpoint_io
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
-from lightning_pardist.strategies.mesh_strategy import MeshStrategy
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
 from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
 from lightning_pardist.strategies.predictions import PredictTurns, gather_in_order
+from lightning_pardist.strategies.refusals import OnNonFinite, check_on_nonfinite, refuse_compiled
 from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
 
-OnNonFinite = Literal["propagate", "skip", "raise"]
 
-
-class HybridStrategy(MeshStrategy):
+class HybridStrategy(CheckpointHooks):
     """Trains an unchanged LightningModule on a device mesh.
 
     Args:
@@ -104,10 +102,10 @@ class HybridStrategy(MeshStrategy):
             expert_parallel_size=expert_parallel_size,
             zero_stage=zero_stage,
             cpu_offload=cpu_offload,
-            fsdp_units=tuple(fsdp_units or ()),
+            fsdp_units=fsdp_units if isinstance(fsdp_units, str) else tuple(fsdp_units or ()),  # type: ignore[arg-type]
         )
         self._norm_type = check_norm_type(gradient_clip_norm_type)
-        _refuse_checkpoint_io(checkpoint_io)
+        refuse_checkpoint_io(checkpoint_io)
         super().__init__(
             config,
             accelerator,
@@ -118,7 +116,7 @@ class HybridStrategy(MeshStrategy):
             process_group_backend,
             timeout,
         )
-        self._on_nonfinite = _check_on_nonfinite(on_nonfinite_loss)
+        self._on_nonfinite = check_on_nonfinite(on_nonfinite_loss)
         self._gather_predictions = gather_predictions
         self._sample_batch = sample_batch
         self._print_plan = print_plan
@@ -164,7 +162,7 @@ class HybridStrategy(MeshStrategy):
     def _lightning_module(self, module: LightningModule | None) -> None:
         # The Trainer sets this first of all, just before its own check of compiled modules, which knows no way out.
         if module is not None:
-            _refuse_compiled(module)
+            refuse_compiled(module)
         self._attached = module
 
     @override
@@ -231,12 +229,12 @@ class HybridStrategy(MeshStrategy):
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        if self._meshes is None:
-            return dataloader
         trainer = self._trainer()
         if trainer.training and self._train_loaders is not None:
             keep_order(dataloader, self._train_loaders)
             dataloader = self._keeper.continued(dataloader, rank=self.data_parallel_rank, step=trainer.global_step)
+        if self._meshes is None:
+            return dataloader
         if trainer.predicting and sized_len(dataloader) is not None:
             return dataloader  # ranks are kept in step by repeating a rank's last batch, see predict_step
         if not trainer.training and self._kind() != "shard":
@@ -390,52 +388,6 @@ class HybridStrategy(MeshStrategy):
         assert self._meshes is not None
         sync_epoch_metrics(self._trainer(), self._meshes, self.root_device)
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------
-
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        return True  # weights are read straight into the shards, which must exist
-
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        return self._module().state_dict()
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        return {}  # read by name when the checkpoint is written; gathering it here would change nothing and cost all
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        if storage_options is not None:
-            raise TypeError(_STORAGE_OPTIONS)
-        self._keeper.save(checkpoint, str(filepath))
-
-    @override
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        lightning_api.empty_cache(self.root_device)
-        return self._keeper.load(str(checkpoint_path), fitting=self._trainer().state.fn == TrainerFn.FITTING)
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._keeper.load_edited_weights(checkpoint)
-
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._keeper.load_optimizers(self._trainer())
-
-    @override
-    def remove_checkpoint(self, filepath: Any) -> None:
-        self._keeper.remove(str(filepath))
-
-    @override
-    def on_train_start(self) -> None:
-        self._keeper.before_first_batch(rank=self.data_parallel_rank, step=self._trainer().global_step)
-
-    @override
-    def on_train_end(self) -> None:
-        self._keeper.join()
-
     # ---- the end -------------------------------------------------------------------------------------------------
 
     @override
@@ -452,63 +404,9 @@ class HybridStrategy(MeshStrategy):
         self.accelerator.teardown()
         self.checkpoint_io.teardown()
 
-    def _module(self) -> LightningModule:
-        assert self.lightning_module is not None
-        return self.lightning_module
-
-    def _trainer(self) -> Trainer:
-        return self._module().trainer
-
     def _live_runner(self) -> StepRunner:
         assert self._runner is not None
         return self._runner
 
     def _kind(self) -> str:
         return "none" if self._parallel_model is None else self._parallel_model.kind
-
-
-def _check_on_nonfinite(value: OnNonFinite) -> OnNonFinite:
-    if value in get_args(OnNonFinite):
-        return value
-    raise ValueError(
-        message(
-            f"on_nonfinite_loss must be one of {', '.join(get_args(OnNonFinite))}.",
-            got=f"on_nonfinite_loss={value!r}",
-            source="the strategy's arguments",
-            change="'propagate' does what one process does; 'skip' drops the step on all ranks; 'raise' stops",
-        )
-    )
-
-
-def _refuse_checkpoint_io(checkpoint_io: CheckpointIO | None) -> None:
-    if checkpoint_io is None:
-        return
-    raise ValueError(
-        message(
-            "The strategy writes checkpoints itself, from all ranks; a CheckpointIO would see one rank's dictionary.",
-            got=f"checkpoint_io={type(checkpoint_io).__name__}",
-            source="the strategy's arguments or Trainer(plugins=...)",
-            change="use checkpoint=CheckpointOptions(async_save=..., format=..., storage_options=...)",
-        )
-    )
-
-
-def _refuse_compiled(module: LightningModule) -> None:
-    if not lightning_api.is_compiled(module):
-        return
-    raise ValueError(
-        message(
-            "The LightningModule itself must not be compiled: sharding hooks sit between its parts.",
-            got=f"torch.compile({type(module).__name__})",
-            source="the model passed to the Trainer",
-            change="pass the plain module and compile its blocks inside it: for block in self.blocks: block.compile()",
-        )
-    )
-
-
-_STORAGE_OPTIONS = message(
-    "Options of the file system belong to the strategy, so that loads use them too.",
-    got="storage_options in save_checkpoint",
-    source="Trainer.save_checkpoint(..., storage_options=...)",
-    change="HybridStrategy(checkpoint=CheckpointOptions(storage_options={...}))",
-)

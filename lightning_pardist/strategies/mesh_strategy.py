@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
 from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.strategies.parallel import ParallelStrategy
@@ -181,3 +182,12 @@ class MeshStrategy(ParallelStrategy):
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:  # Lightning's name
         (some_no, some_yes) = maxima([not decision, bool(decision)], self._meshes)
         return not some_no if all else bool(some_yes)
+
+    # ---- the user's objects --------------------------------------------------------------------------------------
+
+    def _module(self) -> LightningModule:
+        assert self.lightning_module is not None
+        return self.lightning_module
+
+    def _trainer(self) -> Trainer:
+        return self._module().trainer

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
-from lightning_pardist.apply import apply_plan, convert_batch_norms
+from lightning_pardist.apply import apply_plan, check_modules, convert_batch_norms
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.log import get_logger
 from lightning_pardist.describe import module_tree_profile, profile_model
@@ -62,6 +62,7 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
     if earlier is not None:
         _check_reuse(earlier, request, training=training)
         return earlier
+    check_modules(module, request.meshes)
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
     profile = _describe(module, find_sample(module, request.loaders, request.sample_batch), request)
     if request.layer_sync and request.meshes is not None:
@@ -94,7 +95,9 @@ def announce(model: ParallelModel, optimizers: list[Optimizer]) -> None:
         shard_size = plan.sizes.data_parallel_shard if model.kind == "shard" else 1
         plan = replace(
             plan,
-            state_per_rank=state_bytes(model.profile, shard_size, per_element),
+            state_per_rank=state_bytes(
+                model.profile, shard_size, per_element, whole=plan.data_parallel.ignored_parameters
+            ),
             state_one_process=state_bytes(model.profile, 1, per_element),
         )
         model.plan = plan
@@ -122,7 +125,7 @@ def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequ
     batch = request.precision.convert_input(sample.batch)
     autocast = torch.bfloat16 if str(request.precision.precision) == "bf16-mixed" else None
     with lightning_api.transfer_hooks_of_data_module(module):
-        return profile_model(module, batch, entry=sample.entry, autocast_dtype=autocast)
+        return profile_model(module, batch, entry=sample.entry, autocast_dtype=autocast, device=request.device)
 
 
 def _check_reuse(earlier: ParallelModel, request: SpreadRequest, *, training: bool) -> None:
