@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
-from typing import IO, Any
+from typing import Any
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.checkpoint.exchange import CheckpointError, CorruptCheckpointError
@@ -144,15 +144,12 @@ def check_content(
         for block in _blocks(manifest.files[name].bytes, manifest.block_bytes, stretches)
     ]
 
-    def damaged(job: tuple[str, int]) -> tuple[str, int] | None:
-        name, block = job
-        with storage.open(storage.join(folder, manifest.data, name), "rb") as file:
-            file.seek(block * manifest.block_bytes)
-            crc, _ = crc_of_next(file, manifest.block_bytes, bytearray(_READ_BYTES))
-        return None if hexadecimal(crc) == manifest.files[name].block_crc32[block] else job
+    def crc(job: tuple[str, int]) -> str:
+        return _crc_of_block(storage, storage.join(folder, manifest.data, job[0]), job[1], manifest.block_bytes)
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        found = [job for job in pool.map(damaged, jobs) if job is not None]
+        crcs = pool.map(crc, jobs)
+        found = [job for job, crc32 in zip(jobs, crcs) if crc32 != manifest.files[job[0]].block_crc32[job[1]]]
     if found:
         first: dict[str, int] = {}
         for name, block in found:
@@ -163,16 +160,13 @@ def check_content(
 
 
 def record_of(storage: Storage, path: str) -> FileRecord:
-    """Returns a written file's size and checksums, read back from storage."""
-    checksums: list[str] = []
-    total, buffer = 0, bytearray(_READ_BYTES)
-    with storage.open(path, "rb") as file:
-        while True:
-            crc, length = crc_of_next(file, BLOCK_BYTES, buffer)
-            if not length:
-                return FileRecord(total, checksums)
-            checksums.append(hexadecimal(crc))
-            total += length
+    """Returns a written file's size and checksums, read back from storage several blocks at a time."""
+    size = storage.size(path)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        crcs = pool.map(
+            lambda block: _crc_of_block(storage, path, block, BLOCK_BYTES), _blocks(size, BLOCK_BYTES, None)
+        )
+        return FileRecord(size, list(crcs))
 
 
 def record_of_bytes(payload: bytes) -> FileRecord:
@@ -182,17 +176,15 @@ def record_of_bytes(payload: bytes) -> FileRecord:
     return FileRecord(len(view), [hexadecimal(zlib.crc32(view[start : start + BLOCK_BYTES])) for start in blocks])
 
 
-def crc_of_next(file: IO[bytes], limit: int, buffer: bytearray) -> tuple[int, int]:
-    """Returns the CRC-32 and the length of the next ``limit`` bytes, or fewer at the end of the file."""
-    view, crc, total = memoryview(buffer), 0, 0
-    while total < limit:
+def _crc_of_block(storage: Storage, path: str, block: int, block_bytes: int) -> str:
+    crc, left, view = 0, block_bytes, memoryview(bytearray(_READ_BYTES))
+    with storage.open(path, "rb") as file:
+        file.seek(block * block_bytes)
         # A small buffer that is used again stays in the processor's cache.
-        length = file.readinto(view[: min(len(view), limit - total)])  # type: ignore[attr-defined]
-        if not length:
-            break
-        crc = zlib.crc32(view[:length], crc)
-        total += length
-    return crc, total
+        while left and (length := file.readinto(view[: min(len(view), left)])):  # type: ignore[attr-defined]
+            crc = zlib.crc32(view[:length], crc)
+            left -= length
+    return hexadecimal(crc)
 
 
 def _blocks(size: int, block_bytes: int, stretches: Sequence[tuple[int, int]] | None) -> list[int]:

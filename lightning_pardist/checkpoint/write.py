@@ -126,18 +126,23 @@ def _write_own(job: Job, exchange: Exchange) -> _Written:
     others = [SavePlan([])] * exchange.world_size
     plan = writer.prepare_global_plan([*others[: exchange.rank], plan, *others[exchange.rank + 1 :]])[exchange.rank]
     given = _Given({index: tensor for index, (_, tensor) in items.items()})
-    # Writing and summing up both release the interpreter; summing up follows on another processor.
+    local = isinstance(storage, LocalStorage)
+    passing = ChecksummedFiles(writer.fs)
+    if not local:
+        writer.fs = passing  # type: ignore[assignment]
+    results = writer.write_data(plan, given).value()
+    for name, payload in job.files.items():
+        with storage.open(storage.join(folder, name), "wb") as file:
+            file.write(payload)
+    records = {name: manifest.record_of_bytes(payload) for name, payload in job.files.items()}
+    data = {result.storage_data.relative_path for result in results}
+    # While the disk takes what is still in memory, the processors sum it up: reading it back costs no time of its own.
     with ThreadPoolExecutor(1) as pool:
-        files = ChecksummedFiles(writer.fs, pool if isinstance(storage, LocalStorage) else None)
-        writer.fs = files  # type: ignore[assignment]
-        results = writer.write_data(plan, given).value()
-        for name, payload in job.files.items():
-            with storage.open(storage.join(folder, name), "wb") as file:
-                file.write(payload)
-        records = {name: manifest.record_of_bytes(payload) for name, payload in job.files.items()}
-        for name in {*job.files, *(result.storage_data.relative_path for result in results)}:
-            storage.flush(storage.join(folder, name))
-        records.update(files.records())
+        flushes = [pool.submit(storage.flush, storage.join(folder, name)) for name in (*data, *job.files)]
+        reread = {name: manifest.record_of(storage, storage.join(folder, name)) for name in data} if local else {}
+        for flush in flushes:
+            flush.result()
+    records.update(reread or passing.records())
     if len(results) != len(items):
         raise CheckpointError(f"{len(results)} of {len(items)} tensors were written to {folder}")
     return _Written(results, records, job.pickled)
