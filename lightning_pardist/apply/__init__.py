@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_pardist.apply.checks import check_modules
 from lightning_pardist.apply.order import apply_plan
 from lightning_pardist.apply.sync_batch_norm import convert_batch_norms
 
-__all__ = ["apply_plan", "convert_batch_norms"]
+__all__ = ["apply_plan", "check_modules", "convert_batch_norms"]

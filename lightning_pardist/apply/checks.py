@@ -20,44 +20,56 @@ from lightning_pardist.torch_dist_api import local_tensor
 _T = TypeVar("_T")
 
 
-def check_unwrapped(module: nn.Module) -> None:
-    """Refuses modules that something else has spread already.
+def check_modules(module: nn.Module, meshes: Meshes | None) -> None:
+    """Refuses modules that something else has spread already, and ranks that hold different modules.
+
+    To be called before anything is planned: ranks with different modules would wait for each other in all that follows.
+    Costs one exchange of a short digest.
 
     Raises:
-        ValueError: naming the first such module.
+        ValueError: on all ranks, naming the first wrapped module or the first difference.
     """
-    for name, child in module.named_modules():
-        if isinstance(child, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
-            raise ValueError(
-                message(
-                    "The strategy spreads the plain module itself; nothing in it may be wrapped already.",
-                    got=f"{name or 'the LightningModule'} is a {type(child).__name__}",
-                    source="the LightningModule after configure_model",
-                    change="remove the wrapping (DDP, FSDP or fully_shard) from the module's code",
-                )
+    lines = list(_signature(module))
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
+    found = [(_wrapped(module), digest)] if meshes is None else _gather((_wrapped(module), digest), meshes)
+    # Before differences: FSDP1 gives every rank other parameters.
+    if wrapped := next((text for text, _ in found if text), None):
+        raise ValueError(
+            message(
+                "The strategy spreads the plain module itself; nothing in it may be wrapped already.",
+                got=wrapped,
+                source="the LightningModule after configure_model",
+                change="remove the wrapping (DDP, FSDP or fully_shard) from the module's code",
             )
+        )
+    digests = [digest for _, digest in found]
+    if meshes is None or len(set(digests)) == 1:
+        return
+    raise ValueError(
+        message(
+            "All ranks must build the same module: same parameter names, shapes and dtypes, in the same order.",
+            got=_difference(lines, digests, meshes),
+            source=f"the LightningModule on each rank ({len(set(digests))} different modules on {len(digests)} ranks)",
+            change="make the module's construction depend on nothing that differs between ranks",
+        )
+    )
 
 
-def check_same_module(module: nn.Module, plan: ParallelPlan, meshes: Meshes) -> None:
-    """Refuses ranks that hold different modules or plans; costs one exchange of a short digest.
+def check_same_plan(plan: ParallelPlan, meshes: Meshes) -> None:
+    """Refuses ranks that hold different plans; costs one exchange of a short digest.
 
     Raises:
         ValueError: on all ranks, naming the first difference.
     """
-    lines = [*_signature(module), f"plan {plan.fingerprint()}"]
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).hexdigest()
-    digests = _gather(digest, meshes)
+    digests = _gather(plan.fingerprint(), meshes)
     if len(set(digests)) == 1:
         return
-    odd = next(rank for rank, other in enumerate(digests) if other != digests[0])
-    everything = _gather(lines, meshes)
-    first, second = _first_difference(everything[0], everything[odd])
     raise ValueError(
         message(
-            "All ranks must build the same module: same parameter names, shapes and dtypes, in the same order.",
-            got=f"rank 0 has {first}; rank {odd} has {second}",
-            source=f"the LightningModule on each rank ({len(set(digests))} different modules on {len(digests)} ranks)",
-            change="make the module's construction depend on nothing that differs between ranks",
+            "All ranks must ask for the same plan.",
+            got=_difference(plan.to_json().splitlines(), digests, meshes),
+            source=f"the strategy's arguments on each rank ({len(set(digests))} different plans)",
+            change="give the strategy the same arguments on all ranks",
         )
     )
 
@@ -88,6 +100,22 @@ def check_equal_replicas(module: nn.Module, meshes: Meshes) -> None:
             change="load weights on every rank, and do not change them on single ranks in setup or configure_model",
         )
     )
+
+
+def _wrapped(module: nn.Module) -> str:
+    """Names the first module that is wrapped, or returns an empty text."""
+    for name, child in module.named_modules():
+        if isinstance(child, (DistributedDataParallel, FullyShardedDataParallel, FSDPModule)):
+            return f"{name or 'the LightningModule'} is a {type(child).__name__}"
+    return ""
+
+
+def _difference(lines: list[str], digests: list[str], meshes: Meshes) -> str:
+    """Names the first line in which the first odd rank differs from rank 0; every rank must call."""
+    odd = next(rank for rank, other in enumerate(digests) if other != digests[0])
+    everything = _gather(lines, meshes)
+    first, second = _first_difference(everything[0], everything[odd])
+    return f"rank 0 has {first.strip()}; rank {odd} has {second.strip()}"
 
 
 def _signature(module: nn.Module) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from lightning_pardist.apply.checks import check_equal_replicas, check_same_module, check_unwrapped
+from lightning_pardist.apply.checks import check_equal_replicas, check_same_plan
 from lightning_pardist.apply.data_parallel import hold_scalars, shard_units
 from lightning_pardist.apply.materialize import Weights
 from lightning_pardist.mesh import Meshes
@@ -19,18 +19,16 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
     Every rank of the mesh must call it.
 
     Args:
-        module: the user's module, with real or meta parameters, not wrapped by anything.
+        module: the user's module, with real or meta parameters, after ``check_modules``.
         plan: the same on all ranks.
         meshes: the live mesh; None on one rank.
         device: where this rank computes; ``meta`` spreads without making weights, to try a plan or time it.
 
     Raises:
-        ValueError: on all ranks, if ranks hold different modules or plans.
+        ValueError: on all ranks, if ranks hold different plans.
     """
-    # Ranks with different modules would wait for each other in everything that follows.
     if meshes is not None:
-        check_same_module(module, plan, meshes)
-    check_unwrapped(module)
+        check_same_plan(plan, meshes)
     model = ParallelModel(module=module, plan=plan, meshes=meshes)
     weights = Weights(module, device, meshes)
     if plan.data_parallel.kind == "shard":

@@ -27,7 +27,9 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
         sizes=given.sizes,
         precision=given.precision,
         data_parallel=data_parallel,
-        state_per_rank=state_bytes(given.profile, shard_size, optimizer_bytes_per_element),
+        state_per_rank=state_bytes(
+            given.profile, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
+        ),
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
         traffic=step_traffic(given.profile, data_parallel, given.sizes, given.precision),
     )

@@ -8,7 +8,7 @@ of 1/d of the gradients (Rajbhandari et al. 2020, ZeRO, section 7; torch's fully
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from lightning_pardist.base import axes
 from lightning_pardist.base.words import dtype_from_word
@@ -21,22 +21,33 @@ DDP_BUCKET_BYTES = 25 * 1024 * 1024
 """Defaults of torch's DistributedDataParallel: a small first bucket starts communication early."""
 
 
-def state_bytes(profile: ModelProfile, shard_size: int, optimizer_bytes_per_element: float | None) -> StateBytes:
+def state_bytes(
+    profile: ModelProfile,
+    shard_size: int,
+    optimizer_bytes_per_element: float | None,
+    *,
+    whole: Collection[str] = (),
+) -> StateBytes:
     """Returns the bytes of training state on the rank that holds most, for parameters sharded ``shard_size`` ways.
 
     Args:
         profile: the module's parameters.
         shard_size: ranks that share dim 0 of every parameter; 1 for no sharding.
         optimizer_bytes_per_element: optimizer state per trainable element (8 for Adam in fp32), None if unknown.
+        whole: names of parameters that every rank holds whole all the same.
     """
-    parameters = sum(_padded_numel(p, shard_size) // shard_size * p.dtype.itemsize for p in profile.parameters)
+
+    def elements(p: ParameterProfile) -> int:
+        return p.numel if p.name in whole else _padded_numel(p, shard_size) // shard_size
+
     trainable = [p for p in profile.parameters if p.requires_grad]
-    gradients = sum(_padded_numel(p, shard_size) // shard_size * p.dtype.itemsize for p in trainable)
-    if optimizer_bytes_per_element is None:
-        return StateBytes(parameters=parameters, gradients=gradients, optimizer=None)
-    elements = sum(_padded_numel(p, shard_size) // shard_size for p in trainable)
+    optimizer = None
+    if optimizer_bytes_per_element is not None:
+        optimizer = round(sum(elements(p) for p in trainable) * optimizer_bytes_per_element)
     return StateBytes(
-        parameters=parameters, gradients=gradients, optimizer=round(elements * optimizer_bytes_per_element)
+        parameters=sum(elements(p) * p.dtype.itemsize for p in profile.parameters),
+        gradients=sum(elements(p) * p.dtype.itemsize for p in trainable),
+        optimizer=optimizer,
     )
 
 

@@ -59,6 +59,29 @@ class ParallelConfig:
             )
         self._check_available()
         self._check_zero_stage()
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        # A text is a sequence of texts too: "Block" would be read as five patterns.
+        units: object = self.fsdp_units
+        if not isinstance(units, tuple) or not all(isinstance(entry, str) for entry in units):
+            raise ValueError(
+                message(
+                    "fsdp_units must be a list of class names or module name patterns.",
+                    got=f"fsdp_units={self.fsdp_units!r}",
+                    source="the strategy's arguments",
+                    change="write a list, such as fsdp_units=['Block'] or ['model.layers.*']",
+                )
+            )
+        if not isinstance(self.cpu_offload, bool):
+            raise ValueError(
+                message(
+                    "cpu_offload must be True or False.",
+                    got=f"cpu_offload={self.cpu_offload!r}",
+                    source="the strategy's arguments",
+                    change="set cpu_offload=True or cpu_offload=False",
+                )
+            )
 
     def _check_available(self) -> None:
         asked = {

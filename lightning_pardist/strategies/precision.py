@@ -134,13 +134,13 @@ def _convert(module: nn.Module, dtype: Any) -> None:
         module.to(dtype)
 
 
-def check_norm_type(norm_type: float) -> float:
+def check_norm_type(norm_type: object) -> float:
     """Returns the norm type if it is one.
 
     Raises:
         ValueError: if it is not positive.
     """
-    if norm_type > 0:
+    if isinstance(norm_type, (int, float)) and norm_type > 0:
         return float(norm_type)
     raise ValueError(
         message(
