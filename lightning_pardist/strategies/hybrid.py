@@ -27,7 +27,7 @@ from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.strategies import lightning_api
-from lightning_pardist.strategies.batches import agree_on_length, keep_order
+from lightning_pardist.strategies.batches import agree_on_length, check_none_empty, keep_order
 from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refuse_checkpoint_io
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
@@ -126,6 +126,7 @@ class HybridStrategy(CheckpointHooks):
         self._train_loaders: lightning_api.TrainLoaders | None = None
         self._guard = SkipGuard()
         self._keeper = CheckpointKeeper(checkpoint or CheckpointOptions(), self._asked)
+        self._termination: lightning_api.TerminationWatch | None = None
         self._undo: list[Callable[[], None]] = []
         self._predict_turns = PredictTurns()
 
@@ -207,6 +208,8 @@ class HybridStrategy(CheckpointHooks):
             self._undo.append(watch_toggles(module, self._runner.follow_toggle))
         if self._meshes is not None:
             self._undo.append(lightning_api.before_epoch_metrics(trainer, self._sync_epoch_metrics))
+            self._termination = lightning_api.TerminationWatch(trainer)
+            self._undo.append(self._termination.uninstall)
         if self._print_plan and self.is_global_zero and (is_new or fitting):
             announce(self._parallel_model, self.optimizers)
 
@@ -235,6 +238,7 @@ class HybridStrategy(CheckpointHooks):
             dataloader = self._keeper.continued(dataloader, rank=self.data_parallel_rank, step=trainer.global_step)
         if self._meshes is None:
             return dataloader
+        check_none_empty(dataloader, self._meshes)
         if trainer.predicting and sized_len(dataloader) is not None:
             return dataloader  # ranks are kept in step by repeating a rank's last batch, see predict_step
         if not trainer.training and self._kind() != "shard":
@@ -331,7 +335,12 @@ class HybridStrategy(CheckpointHooks):
             and isinstance(loss, Tensor)
             and not bool(torch.isfinite(loss.detach()).all())
         )
-        any_missing, any_nonfinite, highest, lowest = maxima([missing, nonfinite, digest, -digest], self._meshes)
+        terminated = self._termination is not None and self._termination.pending
+        any_missing, any_nonfinite, any_terminated, highest, lowest = maxima(
+            [missing, nonfinite, terminated, digest, -digest], self._meshes
+        )
+        if any_terminated and self._termination is not None:
+            self._termination.agree()
         self._logs.replay(noted, self._meshes, self.root_device, same_names=highest == -lowest)
         if any_nonfinite and self._on_nonfinite == "raise":
             ranks = [r for r, bad in enumerate(gather_objects(nonfinite, self._meshes)) if bad]

@@ -64,8 +64,8 @@ def set_device_mesh(module: LightningModule, mesh: DeviceMesh) -> None:
 
 
 def is_compiled(module: LightningModule) -> bool:
-    """Returns True if ``torch.compile`` was called on the LightningModule itself."""
-    return module._compiler_ctx is not None
+    """Returns True if the LightningModule itself was compiled, by ``torch.compile(module)`` or ``module.compile()``."""
+    return module._compiler_ctx is not None or module._compiled_call_impl is not None
 
 
 def evaluation_loops(trainer: Trainer) -> Iterator[Any]:
@@ -229,3 +229,31 @@ def is_interrupted(trainer: Trainer) -> bool:
 def overrides(module: LightningModule, hook: str) -> bool:
     """Returns True if the user's module has its own version of a hook."""
     return is_overridden(hook, module)
+
+
+class TerminationWatch:
+    """Notes SIGTERM without talking to other ranks, until all ranks agree in the middle of a step.
+
+    Lightning's handler broadcasts from inside the signal handler: a rank that is in another collective at that moment
+    then waits for ever. Its check at the end of a step looks at this rank's flag alone, so the flag is set on all ranks
+    at once, by ``agree``.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.pending = False
+        self._trainer = trainer
+        self._connector = trainer._signal_connector
+        self._connector._sigterm_notifier_fn = self._note  # type: ignore[method-assign, assignment]
+
+    def agree(self) -> None:
+        """Makes this rank stop at the end of the running step, as all others do."""
+        self._connector.received_sigterm = True
+
+    def uninstall(self) -> None:
+        """Gives Lightning its own handler back."""
+        vars(self._connector).pop("_sigterm_notifier_fn", None)
+
+    def _note(self, signum: int, _frame: Any) -> None:
+        if not self.pending and self._trainer.strategy.launcher is not None:
+            self._trainer.strategy.launcher.kill(signum)
+        self.pending = True
