@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pardist import HybridStrategy
+from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 
 COMMON: dict[str, Any] = {
     "accelerator": "cpu",
@@ -164,6 +165,24 @@ def test_help_shows_every_argument() -> None:
     missing = [name for name in parameters if f"--trainer.strategy.{name}" not in text.getvalue()]
     assert missing == []
     assert "0 replicates, 1 shards optimizer state, 2 also" in " ".join(text.getvalue().split())
+
+
+@pytest.mark.usefixtures("_no_arguments")
+def test_options_that_are_dataclasses_and_classes() -> None:
+    options = {
+        "checkpoint.async_save": "true",
+        "checkpoint.storage_options": "{anon: true}",
+        "accelerator": "CPUAccelerator",
+        "cluster_environment": "LightningEnvironment",
+        "precision_plugin": "Precision",
+    }
+    line = [f"--trainer.strategy.{name}={value}" for name, value in options.items()]
+    line += ["--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+    cli = LightningCLI(Model, Data, args=["--trainer.strategy=lightning_pardist.HybridStrategy", *line], run=False)
+    strategy = cli.trainer.strategy
+    assert isinstance(strategy, HybridStrategy)
+    assert strategy._keeper.options == CheckpointOptions(async_save=True, storage_options={"anon": True})
+    assert type(strategy.cluster_environment).__name__ == "LightningEnvironment"
 
 
 @pytest.mark.usefixtures("_no_arguments")
