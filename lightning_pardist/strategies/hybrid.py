@@ -27,7 +27,12 @@ from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.strategies import lightning_api
-from lightning_pardist.strategies.batches import agree_on_length, check_none_empty, keep_order
+from lightning_pardist.strategies.batches import (
+    agree_on_length,
+    check_enough_to_predict,
+    check_none_empty,
+    keep_order,
+)
 from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refuse_checkpoint_io
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
@@ -58,7 +63,11 @@ class HybridStrategy(CheckpointHooks):
         sample_batch: a batch to describe the module with, if the training data cannot give one.
         print_plan: show the plan as a table at the start, on rank 0.
         checkpoint: how checkpoints are written and checked.
-        accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin: as in Lightning.
+        accelerator: as in Lightning; normally the Trainer's.
+        parallel_devices: the devices of this node's ranks; normally the Trainer's.
+        cluster_environment: who starts processes and how they meet; found by Lightning.
+        checkpoint_io: refused, since checkpoints are written by all ranks; see ``checkpoint``.
+        precision_plugin: as in Lightning; normally ``Trainer(precision=...)``.
         process_group_backend: such as ``"nccl"`` or ``"cpu:gloo,cuda:nccl"``; default by device.
         timeout: bound on every collective.
 
@@ -208,6 +217,7 @@ class HybridStrategy(CheckpointHooks):
             self._undo.append(watch_toggles(module, self._runner.follow_toggle))
         if self._meshes is not None:
             self._undo.append(lightning_api.before_epoch_metrics(trainer, self._sync_epoch_metrics))
+            self._undo.append(lightning_api.before_dataloader(trainer, self._before_dealing))
             self._termination = lightning_api.TerminationWatch(trainer)
             self._undo.append(self._termination.uninstall)
         if self._print_plan and self.is_global_zero and (is_new or fitting):
@@ -229,6 +239,10 @@ class HybridStrategy(CheckpointHooks):
         # Tensors stay on the host, or on meta if asked: each unit reaches the device when it is cut.
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
+
+    def _before_dealing(self, dataloader: object) -> None:
+        if self._trainer().predicting and lightning_api.deals_samples(self._trainer()):
+            check_enough_to_predict(dataloader, self.data_parallel_size)
 
     @override
     def process_dataloader(self, dataloader: object) -> object:
