@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.mesh import Meshes
@@ -120,6 +121,10 @@ def _difference(lines: list[str], digests: list[str], meshes: Meshes) -> str:
 
 def _signature(module: nn.Module) -> Iterator[str]:
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        lazy: bool = is_lazy(parameter)
+        if lazy:  # describe says what is wrong with it
+            yield f"parameter {name} not initialised"
+            continue
         yield f"parameter {name} {tuple(parameter.shape)} {parameter.dtype} requires_grad={parameter.requires_grad}"
     for name, buffer in module.named_buffers():
         yield f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}"

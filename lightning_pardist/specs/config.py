@@ -160,12 +160,14 @@ class ParallelConfig:
     def _wrong_product(self, world_size: int) -> ValueError:
         given = {name: getattr(self, name) for name in _SIZE_FIELDS if name != "expert_parallel_size"}
         product = math.prod(size for size in given.values() if isinstance(size, int))
-        listed = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in given.items() if size != 1)
+        named = {name: size for name, size in given.items() if size != 1 or name in _AUTO_FIELDS}
+        listed = " x ".join(f"{name.removesuffix('_size')} {size}" for name, size in named.items())
+        stage = ", zero_stage=0 shards nothing" if self.zero_stage == 0 else ""
         fitting = [size for size in range(1, world_size + 1) if world_size % size == 0]
         return ValueError(
             message(
                 "The sizes of the mesh axes must multiply to the number of ranks.",
-                got=f"{listed or 'all axes of size 1'} (given sizes multiply to {product}) for {world_size} rank(s)",
+                got=f"{listed} (given sizes multiply to {product}{stage}) for {world_size} rank(s)",
                 source="the strategy's arguments, and Trainer(devices=..., num_nodes=...) or the launcher's WORLD_SIZE",
                 change=f"sizes that divide {world_size} are {fitting}; 'auto' takes what the other axes leave",
             )

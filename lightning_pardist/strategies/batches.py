@@ -105,6 +105,42 @@ def keep_order(loader: Any, loaders: TrainLoaders) -> None:
         sampler.shuffle = False
 
 
+def check_none_empty(loader: Any, meshes: Meshes) -> None:
+    """Refuses a loader that is empty on some ranks: Lightning stops those ranks, and the others would wait.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    lengths = gather_objects(sized_len(loader), meshes)
+    if any(lengths) and 0 in lengths:
+        raise _empty_error(f"batches by rank: {lengths}")
+
+
+def check_enough_to_predict(loader: Any, ranks: int) -> None:
+    """Refuses to deal fewer samples than ranks for prediction, which repeats none; needs no exchange.
+
+    Lightning's sampler asserts the same, but on the ranks that would get nothing only: the others would wait.
+
+    Raises:
+        ValueError: on all ranks.
+    """
+    sampler = getattr(loader, "sampler", None)
+    samples = None if isinstance(sampler, DistributedSampler) else sized_len(sampler)
+    if samples is not None and 0 < samples < ranks:
+        raise _empty_error(f"{samples} sample(s) to predict for {ranks} data ranks")
+
+
+def _empty_error(got: str) -> ValueError:
+    return ValueError(
+        message(
+            "Every rank needs at least one batch of every data loader.",
+            got=got,
+            source="the data loader, its samples dealt over the data ranks",
+            change="use fewer ranks, a smaller batch size, or at least as many samples as ranks",
+        )
+    )
+
+
 def agree_on_length(loader: Any, meshes: Meshes, *, training: bool) -> Any:
     """Returns the loader itself if all ranks have equally many batches, else one that keeps them in step.
 

@@ -132,6 +132,24 @@ def before_epoch_metrics(trainer: Trainer, fn: Callable[[], None]) -> Callable[[
     return end
 
 
+def before_dataloader(trainer: Trainer, fn: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls ``fn`` with each data loader of the user's before Lightning deals its samples; returns what ends this."""
+    connector = trainer._data_connector
+    prepare = connector._prepare_dataloader
+
+    def with_fn(dataloader: object, *args: Any, **kwargs: Any) -> object:
+        fn(dataloader)
+        return prepare(dataloader, *args, **kwargs)
+
+    connector._prepare_dataloader = with_fn  # type: ignore[method-assign]
+    return lambda: vars(connector).pop("_prepare_dataloader", None)
+
+
+def deals_samples(trainer: Trainer) -> bool:
+    """Returns True if Lightning gives data loaders a distributed sampler."""
+    return trainer._accelerator_connector.use_distributed_sampler
+
+
 class TrainLoaders:
     """The user's training data loaders as the user built them, before Lightning rebuilds them with its samplers."""
 
