@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-import lightning_pardist
+from lightning_pardist.base.version import __version__
 from lightning_pardist.checkpoint import manifest, objects, publish
 from lightning_pardist.checkpoint.checksums import ChecksummedFiles
 from lightning_pardist.checkpoint.exchange import CheckpointError, Exchange, ToAll
@@ -172,7 +172,7 @@ def describe(job: Job, files: dict[str, manifest.FileRecord], pickled: list[dict
     now = time.time_ns()
     model = [name for name in job.plan.sizes if name.startswith(MODEL)]
     return manifest.Manifest(
-        package_version=lightning_pardist.__version__,
+        package_version=__version__,
         torch_version=str(torch.__version__),
         created=datetime.datetime.fromtimestamp(now / 1e9, datetime.timezone.utc).isoformat(timespec="seconds"),
         created_ns=now,
