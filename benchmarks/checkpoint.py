@@ -186,9 +186,9 @@ def report(times: dict[str, list[float]], peak: int, seconds: float, settings: a
         "",
         "Saves go to new names. Other work on the machine moves the medians by a tenth and more from run to run; the",
         "best times are steadier. The disk's cache is warm, which is the worst case for checksums: their time hides",
-        "behind a slow disk or on idle cores, and here there is neither. The peak is the growth of the largest resident",
-        "size of a process that consolidates, after its imports; the model is never whole in memory, so it depends on",
-        "the largest tensor.",
+        "behind a slow disk or on idle cores, and here there is neither.",
+        "The peak is the growth of the largest resident size of a process that consolidates, after its imports; the",
+        "model is never whole in memory, so it depends on the largest tensor.",
         "",
     ]
     return "\n".join(lines)
