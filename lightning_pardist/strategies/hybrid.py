@@ -25,6 +25,7 @@ from lightning_pardist.run.buffers import average_statistics_
 from lightning_pardist.run.step import StepRunner
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
+from lightning_pardist.specs.options import PipelineOptions, TensorOptions, refuse_options
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import (
@@ -63,6 +64,8 @@ class HybridStrategy(CheckpointHooks):
         sample_batch: a batch to describe the module with, if the training data cannot give one.
         print_plan: show the plan as a table at the start, on rank 0.
         checkpoint: how checkpoints are written and checked.
+        tensor: options of tensor parallelism (not in this version).
+        pipeline: options of pipeline parallelism (not in this version).
         accelerator: as in Lightning; normally the Trainer's.
         parallel_devices: the devices of this node's ranks; normally the Trainer's.
         cluster_environment: who starts processes and how they meet; found by Lightning.
@@ -94,6 +97,8 @@ class HybridStrategy(CheckpointHooks):
         sample_batch: Any = None,
         print_plan: bool = True,
         checkpoint: CheckpointOptions | None = None,
+        tensor: TensorOptions | None = None,
+        pipeline: PipelineOptions | None = None,
         accelerator: Accelerator | None = None,
         parallel_devices: list[torch.device] | None = None,
         cluster_environment: ClusterEnvironment | None = None,
@@ -115,6 +120,7 @@ class HybridStrategy(CheckpointHooks):
         )
         self._norm_type = check_norm_type(gradient_clip_norm_type)
         refuse_checkpoint_io(checkpoint_io)
+        refuse_options(tensor=tensor, pipeline=pipeline)
         super().__init__(
             config,
             accelerator,

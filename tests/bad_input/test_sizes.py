@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_pardist.specs.config import ParallelConfig
+from lightning_pardist.specs.options import PipelineOptions, TensorOptions
 from lightning_pardist.strategies.hybrid import HybridStrategy
 from tests.bad_input.common import check, fit, four_parts, trainer
 from tests.support.modules import Regression
@@ -112,3 +113,10 @@ def sizes_before_the_processes_meet() -> str:
 def test_wrong_sizes_are_found_before_the_processes_meet(run_distributed: WorkerPool) -> None:
     texts = run_distributed(sizes_before_the_processes_meet, world_size=4, process_group=False, timeout=30)
     assert len(set(texts)) == 1
+
+
+def test_options_of_axes_that_are_not_there_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"(?s)data axes only.*Got: tensor=TensorOptions.*From.*Change"):
+        HybridStrategy(tensor=TensorOptions(sequence_parallel=True))
+    with pytest.raises(ValueError, match=r"pipeline=PipelineOptions"):
+        HybridStrategy(pipeline=PipelineOptions())
