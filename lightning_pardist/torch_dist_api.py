@@ -85,15 +85,27 @@ def quiet_forward_hooks(root: FSDPModule, quiet: Callable[[], bool]) -> None:
         hooks[handle.id] = guarded(hooks[handle.id])
 
 
+def whole_parameter(record: Any) -> nn.Parameter | None:
+    """Returns the parameter that the user's code computes with, None before it was first gathered.
+
+    Args:
+        record: one of ``fsdp_parameters``.
+    """
+    return getattr(record, "_unsharded_param", None)
+
+
+CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+"""Public in torch from 2.13 on."""
+
+
 def reduce_unused_parameters(root: FSDPModule, *, enable: bool) -> None:
-    """Makes parameters without a gradient take part in reductions with zeros (public in torch from 2.13 on).
+    """Makes parameters without a gradient take part in reductions with zeros.
 
     Raises:
         RuntimeError: on older torch, when it is needed.
     """
-    switch = getattr(root, "set_reduce_scatter_unused_params", None)
-    if switch is not None:
-        switch(enable)
+    if CAN_REDUCE_UNUSED:
+        root.set_reduce_scatter_unused_params(enable)
     elif enable:
         raise RuntimeError(
             "dropping the last micro-batch of an accumulation window under hybrid sharding needs torch >= 2.13"

@@ -45,8 +45,9 @@ def plan_data_parallel(given: PlanInput) -> DataParallelPlan:
         units=units,
         scalar_parameters=tuple(n for n in scalar_parameters(given.profile) if n not in ignored),
         ignored_parameters=ignored,
+        find_unused_parameters=_may_be_unused(given, ignored),
         cpu_offload=given.config.cpu_offload,
-        notes=_notes(given, units),
+        notes=(*_notes(given, units), *_unused_notes(given, ignored)),
     )
 
 
@@ -61,16 +62,23 @@ def _request(given: PlanInput) -> UnitRequest:
 def _replicate(given: PlanInput, ignored: tuple[str, ...]) -> DataParallelPlan:
     if given.config.fsdp_units:
         shard_units(given.table, given.profile, _request(given))  # a pattern that matches nothing is an error here too
-    # When the step could not be observed, the reducer has to look; when it could, it need not.
-    find_unused = given.profile.source != "fake_run" or bool(set(given.profile.unused_parameters) - set(ignored))
-    notes = (f"parameters without a gradient: {', '.join(given.profile.unused_parameters)}",) if find_unused else ()
     return DataParallelPlan(
         kind="replicate",
         zero_stage=0,
         ignored_parameters=ignored,
-        find_unused_parameters=find_unused,
-        notes=notes if given.profile.source == "fake_run" else (),
+        find_unused_parameters=_may_be_unused(given, ignored),
+        notes=_unused_notes(given, ignored),
     )
+
+
+def _may_be_unused(given: PlanInput, ignored: tuple[str, ...]) -> bool:
+    """When the step could not be observed, ranks have to look for unused parameters; when it could, they need not."""
+    return given.profile.source != "fake_run" or bool(set(given.profile.unused_parameters) - set(ignored))
+
+
+def _unused_notes(given: PlanInput, ignored: tuple[str, ...]) -> tuple[str, ...]:
+    unused = [name for name in given.profile.unused_parameters if name not in ignored]
+    return (f"parameters without a gradient: {', '.join(unused)}",) if unused else ()
 
 
 def _notes(given: PlanInput, units: tuple[ShardUnit, ...]) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pardist import torch_dist_api
 from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
 from lightning_pardist.run.reduce import average_gradients, average_scalars
+from lightning_pardist.run.unused import GradientUse
 
 _T = TypeVar("_T")
 
@@ -48,6 +49,11 @@ class StepRunner:
         self._inside_step = False
         self._pending = False
         self._trainable = self._trainability()
+        looks_for_unused = model.kind == "shard" and model.plan.data_parallel.find_unused_parameters
+        self._use = GradientUse(model) if looks_for_unused else None
+        # Manual steps run several backward passes over parts of the module: zeros for the other parts would cost much.
+        self._reduces_unused = torch_dist_api.CAN_REDUCE_UNUSED and (looks_for_unused or not manual_optimization)
+        self._reduce_unused(self._reduces_unused)
 
     def forward(self, fn: Callable[[], _T]) -> _T:
         """Returns ``fn()``, run with parameters gathered and gradients to be reduced as the plan says."""
@@ -80,6 +86,8 @@ class StepRunner:
         A loss returned by the step has them already. Under manual optimization it never left the step, and without the
         hooks nobody would end the root's backward.
         """
+        if self._use is not None:
+            self._use.before_backward()
         if self._manual and self._model.kind == "shard":
             return cast(Tensor, getattr(self._model.module, ROOT_CALL)(lambda: loss))
         return loss
@@ -92,6 +100,8 @@ class StepRunner:
             average_gradients(model, agree=True)
         if model.kind == "shard" and self._sync:
             average_scalars(model)
+            if self._use is not None:
+                self._use.end_window()
         if self._inside_step:
             self._gather_root()
 
@@ -115,6 +125,8 @@ class StepRunner:
             self._backward_of_nothing(reduce_partial_sums=flush and model.plan.sizes.data_parallel_replicate > 1)
             if flush:
                 average_scalars(model)
+                if self._use is not None:
+                    self._use.end_window()
         elif model.kind == "replicate" and flush:
             average_gradients(model, agree=False)
 
@@ -126,13 +138,15 @@ class StepRunner:
         """
         root = cast(FSDPModule, self._model.module)
         nothing = torch.zeros((), device=model_device(self._model), requires_grad=True)
-        if reduce_partial_sums:
-            torch_dist_api.reduce_unused_parameters(root, enable=True)
+        self._reduce_unused(reduce_partial_sums)
         try:
             getattr(root, ROOT_CALL)(lambda: nothing * 1).backward()
         finally:
-            if reduce_partial_sums:
-                torch_dist_api.reduce_unused_parameters(root, enable=False)
+            self._reduce_unused(self._reduces_unused)
+
+    def _reduce_unused(self, enable: bool) -> None:
+        if self._model.kind == "shard":
+            torch_dist_api.reduce_unused_parameters(cast(FSDPModule, self._model.module), enable=enable)
 
     def free_gathered(self) -> None:
         """Frees every gathered parameter, so that the next forward sees what optimizers and callbacks have written."""

@@ -57,7 +57,7 @@ class DataParallelPlan:
     ignored_parameters: tuple[str, ...] = ()
     """Parameters of metrics, which are left alone."""
     find_unused_parameters: bool = False
-    """A trainable parameter may get no gradient, so the reducer must look for it (``replicate`` only)."""
+    """A trainable parameter may get no gradient, on some ranks or on all, so ranks must look for it and agree."""
     cpu_offload: bool = False
     notes: tuple[str, ...] = ()
     """What the planner decided and a reader would want to know."""
