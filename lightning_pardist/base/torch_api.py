@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.optim.optimizer import _global_optimizer_post_hooks
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -38,6 +39,7 @@ __all__ = [
     "OpOverload",
     "TorchDispatchMode",
     "current_autograd_node",
+    "has_step_post_hooks",
     "next_autograd_sequence_number",
     "node_sequence_number",
     "storage_key",
@@ -64,6 +66,11 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return written
+
+
+def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Returns True if somebody asked to be called after the optimizer's steps; torch tells in private names only."""
+    return bool(optimizer._optimizer_step_post_hooks or _global_optimizer_post_hooks)
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -29,19 +29,37 @@ from typing_extensions import override
 from lightning_pardist.base.errors import message
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.run.clip import clip_by_norm, clip_by_value
+from lightning_pardist.run.shard_step import ShardStep
 from lightning_pardist.specs.parallel_plan import PrecisionPlan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from lightning.pytorch import LightningModule
+
 _TModule = TypeVar("_TModule", bound=nn.Module)
 
 
 class _MeshPrecision(Precision):
-    """What our plugins add to Lightning's: clipping by a norm that all ranks share."""
+    """What our plugins add to Lightning's: clipping by a norm that all ranks share, and updates on plain shards."""
 
     meshes: Callable[[], Meshes | None]
     norm_type: float
+
+    @override
+    def optimizer_step(  # type: ignore[override]  # Lightning's own subclasses narrow it like this
+        self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
+    ) -> Any:
+        """As in Lightning (no plugin of ours scales the loss), with the update itself on shards."""
+        with ShardStep(optimizer) as shards:
+
+            def before_update() -> Any:
+                # The step, hooks and clipping see DTensors; the optimizer reads its groups after its closure.
+                result = self._wrap_closure(model, optimizer, closure)
+                shards.show()
+                return result
+
+            return optimizer.step(closure=before_update, **kwargs)
 
     @override
     def clip_gradients(
@@ -68,7 +86,7 @@ class _MeshDouble(_MeshPrecision, DoublePrecision):
     pass
 
 
-class _MeshMixed(_MeshPrecision, MixedPrecision):
+class _MeshMixed(_MeshPrecision, MixedPrecision):  # type: ignore[misc]  # each narrows optimizer_step in its way
     pass
 
 
