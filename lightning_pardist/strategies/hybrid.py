@@ -39,9 +39,10 @@ from lightning_pardist.strategies.checkpointing import CheckpointKeeper
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
 from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
-from lightning_pardist.strategies.predictions import PredictTurns, gather_in_order
+from lightning_pardist.strategies.predictions import gather_in_order
 from lightning_pardist.strategies.refusals import OnNonFinite, check_on_nonfinite, refuse_compiled
 from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
+from lightning_pardist.strategies.turns import Turns, deal_each_once, has_own_dealing, kept_metrics
 
 
 class HybridStrategy(CheckpointHooks):
@@ -143,7 +144,8 @@ class HybridStrategy(CheckpointHooks):
         self._keeper = CheckpointKeeper(checkpoint or CheckpointOptions(), self._asked)
         self._termination: lightning_api.TerminationWatch | None = None
         self._undo: list[Callable[[], None]] = []
-        self._predict_turns = PredictTurns()
+        self._turns = Turns()
+        self._is_dealt = False
 
     # ---- what was done ---------------------------------------------------------------------------------------------
 
@@ -247,7 +249,9 @@ class HybridStrategy(CheckpointHooks):
             yield
 
     def _before_dealing(self, dataloader: object) -> None:
-        if self._trainer().predicting and lightning_api.deals_samples(self._trainer()):
+        """Sees a loader as the user made it, just before Lightning deals its samples."""
+        self._is_dealt = lightning_api.deals_samples(self._trainer()) and not has_own_dealing(dataloader)
+        if self._trainer().predicting and self._is_dealt:
             check_enough_to_predict(dataloader, self.data_parallel_size)
 
     @override
@@ -258,9 +262,11 @@ class HybridStrategy(CheckpointHooks):
             dataloader = self._keeper.continued(dataloader, rank=self.data_parallel_rank, step=trainer.global_step)
         if self._meshes is None:
             return dataloader
+        if not trainer.training and self._is_dealt:
+            deal_each_once(dataloader)
         check_none_empty(dataloader, self._meshes)
-        if trainer.predicting and sized_len(dataloader) is not None:
-            return dataloader  # ranks are kept in step by repeating a rank's last batch, see predict_step
+        if (trainer.predicting or (self._is_dealt and not trainer.training)) and sized_len(dataloader) is not None:
+            return dataloader  # ranks with a batch less join the others' steps, see _evaluate
         if not trainer.training and self._kind() != "shard":
             return dataloader  # evaluating whole copies needs no other rank
         return agree_on_length(dataloader, self._meshes, training=trainer.training)
@@ -323,25 +329,28 @@ class HybridStrategy(CheckpointHooks):
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.val_step_context():
-            return self._evaluate(self._module().validation_step, args, kwargs)
+            return self._evaluate(lambda: self._module().validation_step(*args, **kwargs))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.test_step_context():
-            return self._evaluate(self._module().test_step, args, kwargs)
+            return self._evaluate(lambda: self._module().test_step(*args, **kwargs))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
-            output = self._evaluate(self._module().predict_step, args, kwargs)
-            for _ in range(self._predict_turns.left_to_join()):
-                # Other ranks have one more batch: join their collectives, throw the result away.
-                self._evaluate(self._module().predict_step, args, kwargs)
-        return output
+            return self._evaluate(lambda: self._module().predict_step(*args, **kwargs))
 
-    def _evaluate(self, step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _evaluate(self, step: Callable[[], Any]) -> Any:
+        runner = self._live_runner()
         with torch.inference_mode(False), torch.no_grad():
-            return self._live_runner().forward(lambda: step(*args, **kwargs))
+            output = runner.forward(step)
+            joins = self._turns.left_to_join()
+            if joins and self._logs is not None:
+                with self._logs.silent(), kept_metrics(self._module()):
+                    for _ in range(joins):
+                        runner.forward(step)
+        return output
 
     def _agree_on(self, output: Any, noted: list[Logged]) -> Any:
         """Returns the step's output once all ranks know what all of them got, and logs what they logged."""
@@ -377,17 +386,15 @@ class HybridStrategy(CheckpointHooks):
 
     @override
     def on_validation_start(self) -> None:
-        self._before_evaluation()
+        self._before_evaluation(lightning_api.running_evaluation(self._trainer()))
 
     @override
     def on_test_start(self) -> None:
-        self._before_evaluation()
+        self._before_evaluation(lightning_api.running_evaluation(self._trainer()))
 
     @override
     def on_predict_start(self) -> None:
-        self._before_evaluation()
-        in_step = self._meshes is not None and self._kind() == "shard"
-        self._predict_turns.start(self._trainer().predict_loop.max_batches, self._meshes if in_step else None)
+        self._before_evaluation(self._trainer().predict_loop)
 
     @override
     def on_validation_end(self) -> None:
@@ -408,10 +415,11 @@ class HybridStrategy(CheckpointHooks):
         for outputs, indices in zip(per_loader, lightning_api.predicted_indices(self._trainer()), strict=True):
             outputs[:] = gather_in_order(outputs, indices[: len(outputs)], self._meshes)
 
-    def _before_evaluation(self) -> None:
+    def _before_evaluation(self, loop: Any) -> None:
         assert self._parallel_model is not None
         self._live_runner().free_gathered()
         average_statistics_(self._parallel_model)
+        self._turns.start(lightning_api.evaluation_steps(loop), self._meshes if self._kind() == "shard" else None)
 
     def _sync_epoch_metrics(self) -> None:
         assert self._meshes is not None

@@ -10,6 +10,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import (
     _destroy_dist_connection,
     _distributed_is_initialized,
@@ -22,7 +23,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
-from lightning.pytorch.trainer.states import TrainerStatus
+from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]  # re-exported
@@ -74,6 +75,22 @@ def evaluation_loops(trainer: Trainer) -> Iterator[Any]:
     yield trainer.validate_loop
     yield trainer.test_loop
     yield trainer.predict_loop
+
+
+def evaluation_steps(loop: Any) -> list[int | float]:
+    """Returns how many steps an evaluation loop will take on this rank: by loader, or of its loaders together."""
+    batches: list[int | float] = loop.max_batches
+    mode = loop._combined_loader._mode
+    if mode == "sequential" or not batches:
+        return batches
+    return [min(batches) if mode == "min_size" else max(batches)]
+
+
+def running_evaluation(trainer: Trainer) -> Any:
+    """Returns the loop that validates or tests at this moment."""
+    if trainer.testing:
+        return trainer.test_loop
+    return trainer.validate_loop if trainer.state.fn == TrainerFn.VALIDATING else trainer.fit_loop.epoch_loop.val_loop
 
 
 def result_metrics(trainer: Trainer) -> dict[str, ResultMetric]:
@@ -242,6 +259,16 @@ def empty_cache(device: torch.device) -> None:
 def is_interrupted(trainer: Trainer) -> bool:
     """Returns True while an exception ends the run: other ranks may not know of it."""
     return trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def batches_read_ahead(trainer: Trainer) -> int:
+    """Returns how many training batches have been fetched that no step has had yet."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def set_sampler_epoch(loader: Any, epoch: int) -> None:
+    """Tells the samplers of a loader which epoch they are in."""
+    _set_sampler_epoch(loader, epoch)
 
 
 def overrides(module: LightningModule, hook: str) -> bool:

@@ -62,6 +62,7 @@ class StepLogs:
         self._log = module.log
         self._noted: list[Logged] | None = None
         self._batch: Any = None
+        self._is_silent = False
         module.log = self._intercept  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
@@ -76,6 +77,15 @@ class StepLogs:
             yield self._noted
         finally:
             self._noted, self._batch = None, None
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Drops the calls made inside the context."""
+        self._is_silent = True
+        try:
+            yield
+        finally:
+            self._is_silent = False
 
     def replay(self, calls: Sequence[Logged], meshes: Meshes, device: torch.device, *, same_names: bool) -> None:
         """Combines the values over the data ranks and logs them on every rank.
@@ -110,6 +120,8 @@ class StepLogs:
         self._log(call.name, call.metric, **arguments)
 
     def _intercept(self, *args: Any, **kwargs: Any) -> None:
+        if self._is_silent:
+            return
         bound = _SIGNATURE.bind(self._module, *args, **kwargs).arguments
         bound.pop("self")
         name, value = bound.pop("name"), bound.pop("value")

@@ -57,53 +57,6 @@ def gather_in_order(outputs: Batches, indices: Indices, meshes: Meshes) -> list[
     return [_join(ordered[start : start + size]) for start in range(0, len(ordered), size)] if size else []
 
 
-class PredictTurns:
-    """Keeps ranks with fewer predict batches in step with the others: no rank may miss a collective.
-
-    Prediction deals samples without repeating any, so some ranks can have one batch less than others.
-    """
-
-    def __init__(self) -> None:
-        self._seen = 0
-        self._ends: dict[int, int] = {}
-
-    def start(self, batches: Sequence[int | float], meshes: Meshes | None) -> None:
-        """Exchanges how many batches every rank has per loader.
-
-        Args:
-            batches: this rank's counts, by loader; infinite counts are kept in step by their loader.
-            meshes: None if steps need no other rank.
-
-        Raises:
-            ValueError: on all ranks, if some rank has nothing for a loader that others have batches of.
-        """
-        self._seen, self._ends = 0, {}
-        if meshes is None:
-            return
-        everybody = gather_objects(list(batches), meshes)
-        end = 0
-        for loader, mine in enumerate(batches):
-            counts = [other[loader] for other in everybody]
-            if float("inf") in counts:
-                return
-            if min(counts) == 0 < max(counts):
-                raise ValueError(
-                    message(
-                        "Every rank needs at least one batch to predict, for each step of a sharded model needs all.",
-                        got=f"batches by rank: {counts} (loader {loader})",
-                        source="the predict data loader, dealt over the data ranks",
-                        change="predict with fewer ranks, a smaller batch size, or more samples than ranks",
-                    )
-                )
-            end += int(mine)
-            self._ends[end] = int(max(counts) - mine)
-
-    def left_to_join(self) -> int:
-        """Returns how many steps of others this rank must join after the batch it has just done."""
-        self._seen += 1
-        return self._ends.get(self._seen, 0)
-
-
 class _NotBySample(Exception):
     pass
 
