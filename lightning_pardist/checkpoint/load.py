@@ -44,6 +44,8 @@ class LoadRequest:
     """Load plain data only; pickled objects are refused by name."""
     layout: Mapping[str, Any] = field(default_factory=dict)
     """Of this run, in the form given to the save: a rank's own state is restored on the same layout only."""
+    rank_state: bool = False
+    """This rank's own state even without the optimizers, for a run that loads those later."""
     prefix: str = ""
     """For safetensors: the part of the module's names before those in the file, as ``"model."``."""
 
@@ -224,7 +226,8 @@ class _Loading:
         for restore in self.restores:
             restore.apply()
             self.report.notes.extend(restore.notes)
-        if self.report.same_layout and isinstance(self.source, ShardedSource) and self.request.what == "all":
+        wants_own = self.request.what == "all" or self.request.rank_state
+        if self.report.same_layout and isinstance(self.source, ShardedSource) and wants_own:
             name = objects.rank_file(exchange.rank)
             if name in self.source.manifest.files:
                 self.report.rank_state = self.source.unpack(name, weights_only=self.request.weights_only)

@@ -7,12 +7,14 @@ from collections.abc import Iterator
 from typing import Any, Literal
 
 from lightning.fabric.utilities.data import sized_len
+from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
 from torch.utils.data import DistributedSampler
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.log import get_logger
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.run.agree import gather_objects, maxima
+from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.lightning_api import TrainLoaders
 
 log = get_logger(__name__)
@@ -49,6 +51,9 @@ class AgreedLoader:
         self._loader = loader
         self._meshes = meshes
         self._on_uneven = on_uneven
+        for name in ("state_dict", "load_state_dict"):  # attributes of its own: Lightning looks for no others
+            if hasattr(loader, name):
+                setattr(self, name, getattr(loader, name))
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
@@ -100,9 +105,22 @@ def keep_order(loader: Any, loaders: TrainLoaders) -> None:
     Lightning deals training samples with a shuffling sampler whatever the user's loader does; one process would not
     have shuffled. Dealt in order, the ranks' batches together are the batches of one process.
     """
-    sampler = getattr(loader, "sampler", None)
-    if isinstance(sampler, DistributedSampler) and sampler.shuffle and loaders.is_sequential(loader):
+    sampler = dealt_sampler(loader)
+    if isinstance(sampler, DistributedSamplerWrapper) and lightning_api.draws_by_itself(sampler):
+        # Every rank would shuffle with a generator of its own, and no resume could know the order.
+        loader.batch_sampler.sampler = DistributedSampler(
+            loader.dataset, sampler.num_replicas, sampler.rank, True, sampler.seed, sampler.drop_last
+        )
+    elif isinstance(sampler, DistributedSampler) and sampler.shuffle and loaders.is_sequential(loader):
         sampler.shuffle = False
+
+
+def dealt_sampler(loader: Any) -> Any:
+    """Returns the sampler whose samples a loader's batches are made of, None if it has none.
+
+    The one in the batch sampler counts: torchdata's loaders get theirs with it, and keep an idle one beside it.
+    """
+    return getattr(getattr(loader, "batch_sampler", None), "sampler", None) or getattr(loader, "sampler", None)
 
 
 def check_none_empty(loader: Any, meshes: Meshes) -> None:

@@ -62,6 +62,26 @@ class CheckpointHooks(MeshStrategy):
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         self._keeper.load_optimizers(self._trainer())
 
+    @property
+    def checkpoint_stall_s(self) -> float | None:
+        """Seconds for which the last save held up training; None before the first."""
+        return self._keeper.stall_s
+
+    # A rank that an exception ends must not wait for others that do not know of it.
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        if not self._keeper.is_alone:
+            super().barrier(name)
+
+    @override
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        return obj if self._keeper.is_alone else super().broadcast(obj, src)
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        return decision if self._keeper.is_alone else super().reduce_boolean_decision(decision, all)
+
     @override
     def remove_checkpoint(self, filepath: Any) -> None:
         self._keeper.remove(str(filepath))

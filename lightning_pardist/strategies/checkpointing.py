@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import BaseFinetuning, ModelCheckpoint
+from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
@@ -22,7 +24,7 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import all_present, gather_objects
 from lightning_pardist.run.buffers import averaged_statistics
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
-from lightning_pardist.strategies import lightning_api, resume
+from lightning_pardist.strategies import lightning_api, position, resume
 from lightning_pardist.strategies.launcher import Asked
 
 log = get_logger(__name__)
@@ -41,8 +43,9 @@ class _Resumed:
     ours: Mapping[str, Any]
     waits_for_groups: bool
     """Optimizer state is loaded once a finetuning callback has rebuilt the groups."""
-    skip: int = 0
     in_epoch: bool = False
+    move: position.Move | None = None
+    """Set if the position in the data was saved on another layout."""
 
 
 class CheckpointKeeper:
@@ -59,6 +62,9 @@ class CheckpointKeeper:
         self._last: ckpt.SaveHandle | None = None
         self._given: dict[str, Any] = {}
         self._resumed: _Resumed | None = None
+        self._offset: tuple[int, position.Offset] | None = None
+        self.is_alone = False
+        """Set once an exception ends the run and other ranks do not know of it: nothing may wait for them."""
 
     def attach(
         self,
@@ -69,6 +75,8 @@ class CheckpointKeeper:
     ) -> None:
         """Notes the live objects; every rank calls it in ``setup``."""
         self._module, self._model, self._optimizers, self._loaders = module, model, optimizers, loaders
+        self._offset = self._resumed = None
+        self.is_alone = False
         ckpt.check_optimizers(optimizers)
 
     @property
@@ -80,11 +88,13 @@ class CheckpointKeeper:
 
     def save(self, content: dict[str, Any], path: str) -> None:
         """Writes what Lightning has collected, with the live weights and optimizer state; every rank calls it."""
-        trainer, meshes = self._trainer(), self._meshes()
-        if meshes is not None and lightning_api.is_interrupted(trainer) and not all_present(meshes, ROLL_CALL_S):
+        trainer = self._trainer()
+        if not self._all_came(trainer):
             log.error(
-                "no checkpoint is saved at %s: after an exception not all ranks came, and some alone cannot save",
+                "no checkpoint is saved at %s: an exception ends this rank, not all ranks came to save within %g s, "
+                "and some alone cannot",
                 path,
+                ROLL_CALL_S,
             )
             return
         saver = self._live_saver()
@@ -92,11 +102,24 @@ class CheckpointKeeper:
         if self.options.async_save and any(_wants_link(callback) for callback in lightning_api.callbacks(trainer)):
             saver.wait()  # save_last="link": the link must not point to what is not there yet
         self._last = handle
+        if self._is_first():
+            log.info("%s: training stood still for %.3f s", handle.path, handle.stall_s)
+
+    def _all_came(self, trainer: Trainer) -> bool:
+        """Returns whether all ranks save; after an exception a rank cannot know, and waits for them a while, once."""
+        meshes = self._meshes()
+        if meshes is not None and lightning_api.is_interrupted(trainer) and not self.is_alone:
+            self.is_alone = not all_present(meshes, ROLL_CALL_S)
+        return not self.is_alone
 
     def join(self) -> None:
         """Waits for the save that is being written, if any."""
-        if self._saver is not None:
-            self._saver.wait()
+        if self._saver is None:
+            return
+        pending = self._saver.pending
+        self._saver.wait()
+        if pending is not None and pending.error is None and self._is_first():
+            log.info("%s: complete after %.3f s", pending.path, pending.total_s)
 
     def close(self) -> None:
         """Waits, and gives the folders back."""
@@ -107,7 +130,7 @@ class CheckpointKeeper:
     def remove(self, path: str) -> None:
         """Removes a checkpoint; rank 0 does it, after what is being written is there."""
         self.join()
-        if not self._is_first():
+        if not self._is_first() or self.is_alone:
             return
         if os.path.islink(path):
             os.unlink(path)
@@ -123,7 +146,7 @@ class CheckpointKeeper:
             model_state.update({n: v for n, v in averaged_statistics(self._model).items() if n in model_state})
         own_loader = _loader_state(trainer_state)
         trainer_state[OURS] = {
-            "rows_per_step": self._rows_per_step(),
+            "data": self._position(content),
             "seed": torch.initial_seed() % 2**32,
             "trainable": [n for n, p in self._model.module.named_parameters() if p.requires_grad],
         }
@@ -144,14 +167,22 @@ class CheckpointKeeper:
         assert self._model is not None
         return {**self._model.plan.sizes.as_dict(), "zero_stage": self._model.plan.data_parallel.zero_stage}
 
-    def _rows_per_step(self) -> int | None:
-        """Samples that all ranks together take per batch, if the loaders tell."""
-        sizes = [getattr(loader, "batch_size", None) for loader in (self._loaders.flattened() if self._loaders else ())]
-        known = [int(size) for size in sizes if size is not None]
-        if not known or len(known) < len(sizes):
-            return None
+    def _position(self, content: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns how far the training loaders are."""
+        loaders = self._loaders.flattened() if self._loaders is not None else []
+        offset = None
+        if self._offset is not None and self._offset[0] == self._epoch():
+            offset = self._offset[1]
+        done = position.batches_done(content["loops"])
+        return position.describe(loaders, done, self._data_parallel_size(), offset, is_first=self._is_first())
+
+    def _epoch(self) -> int:
+        progress: Any = self._trainer().fit_loop.epoch_progress.current
+        return int(progress.processed)
+
+    def _data_parallel_size(self) -> int:
         meshes = self._meshes()
-        return sum(known) * (meshes.data_parallel_size if meshes else 1)
+        return meshes.data_parallel_size if meshes is not None else 1
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
@@ -166,19 +197,27 @@ class CheckpointKeeper:
         # A finetuning callback rebuilds the optimizers' groups when it is restored; their state can only follow then.
         report = self._load_with_fallback(path, resumes=fitting, waits_for_groups=unfreezes)
         if not report.trainer:
-            log.warning("%s holds weights only: optimizers, schedulers and loops start anew", report.path)
-            return {"pytorch-lightning_version": lightning_api.VERSION, "lr_schedulers": [], "optimizer_states": []}
+            if fitting:
+                log.warning("%s holds weights only: optimizers, schedulers and loops start anew", report.path)
+            nothing: dict[str, Any] = {"lr_schedulers": [], "optimizer_states": []}
+            return {"pytorch-lightning_version": lightning_api.VERSION, **nothing, "state_dict": self._give_weights()}
         content = dict(report.trainer)
         ours = content.pop(OURS, {})
-        self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
-        self._resumed.in_epoch = "loops" in content and resume.batches_done(content["loops"]) > 0
         if fitting:
-            self._restore_position(content, ours, report)
-        self._given = dict(self._live().state_dict()) if self._edits_weights() else {}
-        content["state_dict"] = dict(self._given)
+            self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
+            if "loops" in content:
+                self._resumed.in_epoch = position.batches_done(content["loops"]) > 0
+                self._restore_position(content["loops"], ours.get("data"), report)
+        content["state_dict"] = self._give_weights()
         if "lr_schedulers" in content:
             content["optimizer_states"] = []  # filled in place already, or by load_optimizers
         return content
+
+    def _give_weights(self) -> dict[str, Any]:
+        """Returns the weights that were loaded, for the user's hook to edit; none if there is no such hook."""
+        edits = lightning_api.overrides(self._live(), "on_load_checkpoint")
+        self._given = dict(self._live().state_dict()) if edits else {}
+        return dict(self._given)
 
     def load_edited_weights(self, content: Mapping[str, Any]) -> None:
         """Takes over what ``on_load_checkpoint`` of the user's module has put into ``state_dict``."""
@@ -208,12 +247,22 @@ class CheckpointKeeper:
 
         Before an epoch starts from its beginning the generators are set back: drawing its order is part of it.
         """
+        trainer = self._trainer()
+        if hasattr(loader, "state_dict") and sized_len(loader) is None:
+            loader = position.ReadAhead(loader, lambda: lightning_api.batches_read_ahead(trainer))
         resumed = self._resumed
         if resumed is None:
             return loader
+        # Lightning tells it later, when a loader with workers has begun to read, and one with a state has skipped.
+        lightning_api.set_sampler_epoch(loader, self._epoch())
         if not resumed.in_epoch:
             self._restore_generators(resumed, rank, step)
-        return resume.SkipFirst(loader, resumed.skip) if resumed.skip else loader
+        if resumed.move is not None:
+            loader = resumed.move.apply(loader)
+            _set_batches_done(trainer, resumed.move.done)
+            if resumed.move.offset is not None:
+                self._offset = (self._epoch(), resumed.move.offset)
+        return loader
 
     def before_first_batch(self, *, rank: int, step: int) -> None:
         """Sets the generators back in the middle of an epoch, whose order was drawn before; ends the resume."""
@@ -265,15 +314,21 @@ class CheckpointKeeper:
     def _others(self, path: str) -> list[str]:
         if not self._is_first():
             return []
-        folder = os.path.dirname(os.path.realpath(path))
-        found = ckpt.complete_checkpoints(folder, self.options.storage_options)
-        return [other for other in found if os.path.realpath(other) != os.path.realpath(path)]
+        storage, target = open_storage(path, self.options.storage_options)
+        if storage.renames_atomically:
+            target = os.path.realpath(target)
+        found = ckpt.complete_checkpoints(storage.split(target)[0], self.options.storage_options)
+        return [other for other in found if target not in (other, os.path.realpath(other))]
 
     def _load(self, path: str, what: Any) -> ckpt.LoadReport:
         assert self._model is not None
         state = ckpt.TrainState(self._model.module, self._optimizers if what == "all" else ())
         request = ckpt.LoadRequest(
-            what=what, strict=self._live().strict_loading, weights_only=self._weights_only(), layout=self._layout()
+            what=what,
+            strict=self._live().strict_loading,
+            weights_only=self._weights_only(),
+            layout=self._layout(),
+            rank_state=self._trainer().state.fn == TrainerFn.FITTING,
         )
         meshes = self._meshes()
         report = ckpt.load_checkpoint(
@@ -285,27 +340,28 @@ class CheckpointKeeper:
             log.warning("%s: %s", report.path, note)
         return report
 
-    def _restore_position(self, content: dict[str, Any], ours: Mapping[str, Any], report: ckpt.LoadReport) -> None:
-        loops = content.get("loops")
-        saved = None if loops is None else loops["fit_loop"].get("state_dict", {}).pop("combined_loader", None)
-        if not saved or loops is None:
+    def _restore_position(
+        self, loops: dict[str, Any], saved: Mapping[str, Any] | None, report: ckpt.LoadReport
+    ) -> None:
+        """Sees that training goes on at the next unseen sample, if the loaders kept their position."""
+        state = loops["fit_loop"].get("state_dict", {})
+        if not state.get("combined_loader") or saved is None:
+            return  # plain loaders, or a checkpoint of plain Lightning: as Lightning does it
+        own = None if report.rank_state is None else report.rank_state.get("combined_loader")
+        loaders = self._loaders.flattened() if self._loaders is not None else []
+        same_steps = not saved["moved"] and saved["batch_sizes"] == position.batch_sizes(loaders)
+        if own and same_steps:
+            state["combined_loader"] = own
             return
+        if same_steps and saved["size"] == self._data_parallel_size() == 1:
+            return  # the state in the checkpoint is of the only rank
+        del state["combined_loader"]
+        done = position.batches_done(loops)
         assert self._resumed is not None
-        if report.rank_state is not None and report.rank_state.get("combined_loader"):
-            loops["fit_loop"]["state_dict"]["combined_loader"] = report.rank_state["combined_loader"]
-            return
-        before, now = ours.get("rows_per_step"), self._rows_per_step()
-        done = resume.batches_done(loops)
-        if not before or not now or not done:
-            return
-        batches, rest = divmod(done * before, now)
-        if rest:
-            log.warning("%d sample(s) of the epoch are seen twice: steps of %d and %d do not meet", rest, before, now)
-        self._resumed.skip = batches
-        resume.move_position(loops, batches)
-
-    def _edits_weights(self) -> bool:
-        return lightning_api.overrides(self._live(), "on_load_checkpoint")
+        if done:
+            epoch = int(loops["fit_loop"]["epoch_progress"]["current"]["processed"])
+            size = self._data_parallel_size()
+            self._resumed.move = position.Move(saved, done, size, lambda: self._epoch() == epoch)
 
     def _weights_only(self) -> bool:
         """Plain data only, unless the user trusts the file: ``fit(..., weights_only=False)``."""
@@ -341,6 +397,14 @@ def _wants_link(callback: object) -> bool:
 def _loader_state(content: Mapping[str, Any]) -> Any:
     """This rank's position in the training data, where the loaders keep one."""
     return content["loops"]["fit_loop"].get("state_dict", {}).get("combined_loader")
+
+
+def _set_batches_done(trainer: Trainer, batches: int) -> None:
+    """Moves the training loop to another number of batches in its epoch; a batch that is not finished stays so."""
+    progress: Any = trainer.fit_loop.epoch_loop.batch_progress.current
+    unfinished = progress.ready - progress.completed
+    progress.ready = progress.started = progress.processed = batches
+    progress.completed = batches - unfinished
 
 
 def _copy_into(target: Tensor, value: Tensor) -> None:

@@ -12,6 +12,7 @@ import torch
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.data import _set_sampler_epoch
 from lightning.fabric.utilities.distributed import (
+    DistributedSamplerWrapper,
     _destroy_dist_connection,
     _distributed_is_initialized,
     _get_default_process_group_backend_for_device,
@@ -264,6 +265,13 @@ def is_interrupted(trainer: Trainer) -> bool:
 def batches_read_ahead(trainer: Trainer) -> int:
     """Returns how many training batches have been fetched that no step has had yet."""
     return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def draws_by_itself(wrapper: DistributedSamplerWrapper) -> bool:
+    """Returns True if Lightning deals out what torchdata's shuffling sampler draws; it knows torch's own only."""
+    sampler: Any = wrapper.dataset._sampler  # type: ignore[attr-defined]
+    is_torchdata = type(sampler).__module__.startswith("torchdata.") and type(sampler).__name__ == "RandomSampler"
+    return is_torchdata and not sampler.replacement and len(sampler) == len(sampler.data_source)
 
 
 def set_sampler_epoch(loader: Any, epoch: int) -> None:

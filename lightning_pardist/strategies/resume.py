@@ -1,9 +1,9 @@
-"""Where a run was: generator states of every rank, and the next unseen sample, on the same layout or another."""
+"""Random generators of a run that is resumed: set back on the same layout, seeded anew on another."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -45,46 +45,11 @@ def reseed(seed: int, step: int, rank: int) -> None:
     value = (seed + 1_000_003 * step + 7_919 * rank) % 2**32
     seed_everything(value, workers=False, verbose=False)
     log.warning(
-        "the checkpoint was saved on another layout: random generators are seeded anew from its seed %d and step %d",
+        "the checkpoint has no generator states for this layout: random generators are seeded anew from its seed %d "
+        "and step %d",
         seed,
         step,
     )
-
-
-class SkipFirst:
-    """A data loader that leaves out its first batches once: they were seen before the run was interrupted."""
-
-    def __init__(self, loader: Any, batches: int) -> None:
-        self._loader = loader
-        self._batches = batches
-
-    def __iter__(self) -> Iterator[Any]:
-        batches = iter(self._loader)
-        for _ in range(self._batches):
-            next(batches, None)
-        self._batches = 0
-        return batches
-
-    def __len__(self) -> int:
-        return len(self._loader)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-def batches_done(loops: Mapping[str, Any]) -> int:
-    """Returns how many batches of the running epoch the saved training loop had finished."""
-    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
-    return 0 if progress.get("is_last_batch") else int(progress["current"]["ready"])
-
-
-def move_position(loops: dict[str, Any], batches: int) -> None:
-    """Rewrites the saved loop state so that the epoch goes on after ``batches`` batches of the new size."""
-    progress = loops["fit_loop"]["epoch_loop.batch_progress"]
-    for key in progress["current"]:
-        progress["current"][key] = batches
 
 
 def _numpy() -> Any:
