@@ -117,8 +117,8 @@ def report(rows: list[Timed]) -> str:
         "# Set-up of 8B and 70B on 512 ranks",
         "",
         f"`python benchmarks/setup_time.py --write` (torch {torch.__version__}, {os.cpu_count()} cores, load at "
-        f"the end {os.getloadavg()[0]:.1f}). One process, fake process group of {NODES} nodes x {PER_NODE} ranks, bf16-mixed, "
-        f"one sequence of {TOKENS} tokens, weights on the meta device throughout.",
+        f"the end {os.getloadavg()[0]:.1f}). One process, fake process group of {NODES} nodes x {PER_NODE} ranks, "
+        f"bf16-mixed, one sequence of {TOKENS} tokens, weights on the meta device throughout.",
         "",
         "| " + " | ".join(head) + " |",
         "|" + " --- |" * len(head),

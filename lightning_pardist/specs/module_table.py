@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,10 +42,7 @@ class ModuleTable:
         Raises:
             KeyError: if there is none.
         """
-        for node in self.nodes:
-            if node.name == name:
-                return node
-        raise KeyError(name)
+        return self._by_name[name]
 
     def children(self, name: str) -> Iterable[ModuleNode]:
         """Direct children of a module."""
@@ -57,10 +55,32 @@ class ModuleTable:
 
     def parameters_below(self, name: str) -> tuple[str, ...]:
         """First names of all parameters registered in the subtree, in order, each once."""
-        top = self.node(name)
-        names = (parameter for node in self.nodes if top.contains(node.name) for parameter in node.own_parameters)
-        return tuple(dict.fromkeys(names))
+        return self._below[name]
 
     def owners(self, parameter: str) -> tuple[str, ...]:
         """Names of the modules that register a parameter; more than one if it is tied."""
-        return tuple(node.name for node in self.nodes if parameter in node.own_parameters)
+        return self._owners.get(parameter, ())
+
+    # Planners ask thousands of times about large trees, so each answer is worked out once.
+
+    @cached_property
+    def _by_name(self) -> dict[str, ModuleNode]:
+        return {node.name: node for node in self.nodes}
+
+    @cached_property
+    def _below(self) -> dict[str, tuple[str, ...]]:
+        below: dict[str, dict[str, None]] = {node.name: {} for node in self.nodes}
+        for node in self.nodes:
+            parts = node.name.split(".") if node.name else []
+            for around in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
+                if around in below:
+                    below[around].update(dict.fromkeys(node.own_parameters))
+        return {name: tuple(parameters) for name, parameters in below.items()}
+
+    @cached_property
+    def _owners(self) -> dict[str, tuple[str, ...]]:
+        owners: dict[str, list[str]] = {}
+        for node in self.nodes:
+            for parameter in dict.fromkeys(node.own_parameters):
+                owners.setdefault(parameter, []).append(node.name)
+        return {parameter: tuple(names) for parameter, names in owners.items()}
