@@ -18,7 +18,7 @@ from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(240)
 SECONDS = 200.0
-"""For one call. The first in a session imports torch's distributed half on every rank, which a busy machine stretches."""
+"""For one call. The first of a session imports much of torch on every rank, which takes long on a busy machine."""
 STRATEGIES = ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp")
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"gradient_clip_val": 0.3},
