@@ -74,10 +74,11 @@ class CheckpointKeeper:
         loaders: lightning_api.TrainLoaders | None,
     ) -> None:
         """Notes the live objects; every rank calls it in ``setup``."""
-        self._module, self._model, self._optimizers, self._loaders = module, model, optimizers, loaders
+        self._module, self._model, self._loaders = module, model, loaders
+        self._optimizers = [optimizer for optimizer in optimizers if not lightning_api.is_stand_in(optimizer)]
         self._offset = self._resumed = None
         self.is_alone = False
-        ckpt.check_optimizers(optimizers)
+        ckpt.check_optimizers(self._optimizers)
 
     @property
     def stall_s(self) -> float | None:
@@ -206,7 +207,7 @@ class CheckpointKeeper:
         if fitting:
             self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
             if "loops" in content:
-                self._resumed.in_epoch = position.batches_done(content["loops"]) > 0
+                self._resumed.in_epoch = position.in_epoch(content["loops"])
                 self._restore_position(content["loops"], ours.get("data"), report)
         content["state_dict"] = self._give_weights()
         if "lr_schedulers" in content:

@@ -21,6 +21,7 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 from lightning.pytorch.trainer.connectors.logger_connector.result import _ResultMetric
@@ -30,6 +31,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]  # re-exported
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 from torch.utils.data import SequentialSampler
 from torchmetrics import Metric
 
@@ -260,6 +262,11 @@ def empty_cache(device: torch.device) -> None:
 def is_interrupted(trainer: Trainer) -> bool:
     """Returns True while an exception ends the run: other ranks may not know of it."""
     return trainer.state.status == TrainerStatus.INTERRUPTED
+
+
+def is_stand_in(optimizer: Optimizer) -> bool:
+    """Returns True for what Lightning puts where ``configure_optimizers`` returned None."""
+    return isinstance(optimizer, _MockOptimizer)
 
 
 def batches_read_ahead(trainer: Trainer) -> int:

@@ -225,6 +225,12 @@ def batches_done(loops: Mapping[str, Any]) -> int:
     return 0 if progress.get("is_last_batch") else int(progress["current"]["ready"])
 
 
+def in_epoch(loops: Mapping[str, Any]) -> bool:
+    """Returns whether the saved training loop has still to end the epoch that it was in."""
+    progress = loops["fit_loop"]["epoch_progress"]["current"]
+    return int(progress["processed"]) < int(progress["started"])
+
+
 def _batch_size(loader: Any) -> int | None:
     size = getattr(loader, "batch_size", None)
     if size is None:

@@ -1,0 +1,173 @@
+"""A run with saves is the run without; a run that was interrupted is the run that was not, random numbers included."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch import seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from lightning_pardist import checkpoint as ckpt
+from lightning_pardist.specs.checkpoint_options import CheckpointOptions
+from tests.resume.common import LAYOUTS, Dropping, Losses, logged, make_trainer, numbered, weights
+
+# ---- saves change nothing
+
+
+class SaveAlways(L.Callback):
+    """Saves before the first step, inside every accumulation window, before and after steps, amid validations."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder, self.count = folder, 0
+
+    def save(self, trainer: L.Trainer, *args: Any) -> None:
+        trainer.save_checkpoint(f"{self.folder}/{self.count}")
+        self.count += 1
+
+    on_train_start = on_train_batch_start = on_train_batch_end = on_validation_batch_end = save
+    on_before_optimizer_step = on_after_backward = save
+
+
+class Frozen(Dropping):
+    """Half of it is frozen; a freeze in the second epoch leaves Adam's state behind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp.requires_grad_(False)
+        self.blocks[1].up.weight.requires_grad_(False)
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.blocks[0].requires_grad_(False)
+
+
+def trained(layout: dict[str, Any], folder: str | None, behind: bool = False) -> tuple[list[float], dict[str, Tensor]]:
+    seed_everything(3, verbose=False)
+    module, losses = Frozen(), Losses()
+    callbacks: list[Any] = [losses, *([SaveAlways(folder)] if folder else [])]
+    trainer = make_trainer(
+        {**layout, "checkpoint": CheckpointOptions(async_save=behind)},
+        2,
+        max_epochs=2,
+        callbacks=callbacks,
+        accumulate_grad_batches=2,
+        val_check_interval=3,
+        num_sanity_val_steps=1,
+        gradient_clip_val=1.0,
+    )
+    trainer.fit(module, DataLoader(numbered(40), 4, shuffle=True), DataLoader(numbered(16), 4))
+    assert trainer.global_step == 6  # a partial window ends every epoch
+    return losses.values, weights(module)
+
+
+def with_and_without_saves(folder: str) -> dict[str, Any]:
+    results = {}
+    for name, layout in LAYOUTS.items():
+        plain = trained(layout, None)
+        results[name] = [plain, trained(layout, f"{folder}/{name}")]
+        if name in {"fsdp", "zero1"}:
+            results[name].append(trained(layout, f"{folder}/{name}-behind", behind=True))
+    return results
+
+
+def test_a_run_with_saves_is_the_run_without(run_distributed: Any, tmp_path: Path) -> None:
+    results = run_distributed(with_and_without_saves, str(tmp_path), world_size=2, timeout=110)
+    for rank in results:
+        for name, (plain, *saved) in rank.items():
+            for losses, final in saved:
+                assert losses == plain[0], name
+                assert all(torch.equal(final[key], value) for key, value in plain[1].items()), name
+    # Saved behind, a checkpoint is the one that training would have waited for, bit by bit.
+    for name in ("fsdp", "zero1"):
+        for count in (0, 5, 17):
+            same_files(tmp_path / name / str(count), tmp_path / f"{name}-behind" / str(count), tmp_path)
+
+
+def same_files(one: Path, other: Path, folder: Path) -> None:
+    contents = []
+    for path in (one, other):
+        (folder / "whole.ckpt").unlink(missing_ok=True)
+        ckpt.consolidate(str(path), str(folder / "whole.ckpt"))
+        contents.append(torch.load(folder / "whole.ckpt", weights_only=True))
+    left, right = contents
+    assert left.keys() == right.keys()
+    assert all(torch.equal(value, right["state_dict"][name]) for name, value in left["state_dict"].items())
+    for states, others in zip(left["optimizer_states"], right["optimizer_states"], strict=True):
+        assert states["param_groups"] == others["param_groups"]
+        for index, state in states["state"].items():
+            assert all(torch.equal(value, others["state"][index][key]) for key, value in state.items())
+
+
+# ---- random numbers
+
+
+class KeepFirst(ModelCheckpoint):
+    """Saves once."""
+
+    def _save_checkpoint(self, trainer: L.Trainer, filepath: str) -> None:
+        if not getattr(self, "saved", False):
+            super()._save_checkpoint(trainer, filepath)
+            self.saved = True
+
+
+def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str) -> Any:
+    """The whole run, and what comes of its checkpoint."""
+
+    def run(resume: bool) -> Any:
+        seed_everything(11, verbose=False)
+        if resume:  # the order that Lightning deals follows that seed, everything else the checkpoint
+            torch.manual_seed(12)
+        module, losses = Dropping(), Losses()
+        kind = StatefulDataLoader if when == "amid the epoch" else DataLoader
+        triggers: dict[str, Any] = {
+            "at the end of the epoch": {"save_on_train_epoch_end": True},
+            "after validation": {"save_on_train_epoch_end": False},
+            "amid the epoch": {"every_n_train_steps": 8},
+        }[when]
+        keep = KeepFirst(folder, "at", enable_version_counter=False, **triggers)
+        trainer = make_trainer(
+            layout, world_size, max_epochs=2, callbacks=[losses, *([] if resume else [keep])],
+            enable_checkpointing=not resume,
+        )  # fmt: skip
+        loader = kind(numbered(48), batch_size=8 // world_size, shuffle=True)
+        validation = DataLoader(numbered(16), 4, num_workers=0)
+        with logged() as lines:
+            trainer.fit(module, loader, validation, ckpt_path=f"{folder}/at.ckpt" if resume else None)
+        return losses.values, weights(module), lines
+
+    return run(resume=False), run(resume=True)
+
+
+@pytest.mark.parametrize("when", ["at the end of the epoch", "after validation", "amid the epoch"])
+def test_random_numbers_go_on(run_distributed: Any, tmp_path: Path, when: str) -> None:
+    for name, layout, world_size in (("fsdp", LAYOUTS["fsdp"], 2), ("ddp", LAYOUTS["ddp"], 2), ("one", {}, 1)):
+        folder = str(tmp_path / name)
+        results = run_distributed(interrupted, layout, world_size, folder, when, world_size=world_size)
+        for (losses, final, _), (again, last, lines) in results:
+            assert again == losses[len(losses) - len(again) :], (name, losses)
+            assert len(again) == (4 if when == "amid the epoch" else 6)
+            assert all(torch.equal(last[key], value) for key, value in final.items()), name
+            assert not lines, lines
+
+
+def elsewhere(folder: str) -> Any:
+    seed_everything(12, verbose=False)
+    module = Dropping()
+    trainer = make_trainer(LAYOUTS["fsdp"], 2, max_epochs=2)
+    with logged() as lines:
+        trainer.fit(module, DataLoader(numbered(48), 4), ckpt_path=f"{folder}/at.ckpt")
+    return lines, weights(module)
+
+
+def test_another_layout_draws_anew_and_says_so(run_distributed: Any, tmp_path: Path) -> None:
+    run_distributed(interrupted, {}, 1, str(tmp_path), "at the end of the epoch", world_size=1)
+    first, second = (run_distributed(elsewhere, str(tmp_path), world_size=2)[0] for _ in range(2))
+    assert any("seeded anew from its seed 11 and step 6" in line for line in first[0]), first[0]
+    assert all(torch.equal(second[1][name], value) for name, value in first[1].items())
