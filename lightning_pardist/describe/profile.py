@@ -6,8 +6,8 @@ import inspect
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from lightning_pardist.describe.stand_ins import give_services
 from lightning_pardist.specs.model_profile import BETWEEN, PREFIX, SUFFIX, ModelProfile, PhaseCost
 
 Entry = Literal["training_step", "forward"]
+Observer = Callable[[nn.Module, Any], AbstractContextManager[object]]
 _LOST = "Known from the module tree only: block stacks and parameters. Lost: costs, phases, and what enters each block"
 
 
@@ -71,6 +72,34 @@ def profile_model(
     rows, tokens = _rows_and_tokens(batch)
     seconds = time.perf_counter() - started
     return replace(profile, batch_rows=rows, batch_tokens=tokens, entry=entry, seconds=seconds)
+
+
+def observe_step(
+    module: nn.Module,
+    batch: Any,
+    observe: Observer,
+    *,
+    entry: Entry = "training_step",
+    device: torch.device | None = None,
+) -> ModelProfile:
+    """Returns the profile of one step on fake tensors that ``observe`` sees too; a run that fails raises.
+
+    Args:
+        module: as for ``profile_model``.
+        batch: as for ``profile_model``.
+        observe: given the fake module and the fake batch, returns the context that the step runs in, above every other
+            mode. A run that has to be repeated asks for a new one.
+        entry: what to run.
+        device: as for ``profile_model``.
+
+    Raises:
+        Exception: whatever ended the run.
+    """
+    _check(module, entry)
+    device = device or _device_of(module)
+    _check_device(device)
+    with keep_rng_state():
+        return _run(_Request(module, batch, entry, None, device, observe))
 
 
 def module_tree_profile(module: nn.Module, reason: str | None = None) -> ModelProfile:
@@ -128,6 +157,7 @@ class _Request:
     entry: Entry
     autocast_dtype: torch.dtype | None
     device: torch.device
+    observe: Observer | None = None
 
 
 def _run(request: _Request) -> ModelProfile:
@@ -153,6 +183,7 @@ class _FakeRun:
         self._entry = request.entry
         self._autocast_dtype = request.autocast_dtype
         self._device = request.device
+        self._observe = request.observe
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._assumptions: dict[str, None] = {}
         self._known = KnownValues(self._mode, self.assume)
@@ -195,6 +226,8 @@ class _FakeRun:
             stack.enter_context(self._mode)
             stack.enter_context(recorder)
             stack.enter_context(Questions(self._known, self.assume))
+            if self._observe is not None:
+                stack.enter_context(self._observe(self._module, self._batch))
             yield
 
     def _step(self) -> None:
