@@ -233,11 +233,11 @@ def test_state_is_sixteen_bytes_per_parameter_over_shards(watched, layout):
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_step_costs_two_small_messages_besides(watched, layout):
-    """One agreement of four numbers (loss missing, loss bad, logged names twice), one sum of what was logged."""
+    """One agreement of five numbers (loss missing, loss bad, SIGTERM, logged names twice), one sum of what was logged."""
     for seen in watched(layout, 1):
         for window in seen.windows:
             assert control_messages(window) == {
-                "all_reduce by lightning_pardist.run.agree": (1, 32),
+                "all_reduce by lightning_pardist.run.agree": (1, 40),
                 "all_reduce by lightning_pardist.strategies.metrics": (1, 16),
             }
 
