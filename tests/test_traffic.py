@@ -233,7 +233,7 @@ def test_state_is_sixteen_bytes_per_parameter_over_shards(watched, layout):
 
 @pytest.mark.parametrize("layout", list(LAYOUTS))
 def test_a_step_costs_two_small_messages_besides(watched, layout):
-    """One agreement of five numbers (loss missing, loss bad, SIGTERM, names logged twice), one sum of what was logged."""
+    """One agreement of five numbers (loss missing, bad, SIGTERM, logged names twice), one sum of what was logged."""
     for seen in watched(layout, 1):
         for window in seen.windows:
             assert control_messages(window) == {
