@@ -7,7 +7,7 @@ from lightning_pardist.checkpoint.export import export
 from lightning_pardist.checkpoint.kind import holds_optimizers
 from lightning_pardist.checkpoint.load import LoadReport, LoadRequest, load_checkpoint, load_weights, read_rank_states
 from lightning_pardist.checkpoint.save import SaveHandle, Saver, save_checkpoint
-from lightning_pardist.checkpoint.select import complete_checkpoints, newest_complete
+from lightning_pardist.checkpoint.select import complete_checkpoints, finish_interrupted, newest_complete
 from lightning_pardist.checkpoint.state import TrainState, check_optimizers
 from lightning_pardist.checkpoint.tools import Description, consolidate, inspect, verify
 from lightning_pardist.checkpoint.write import SaveInfo
@@ -26,6 +26,7 @@ __all__ = [
     "complete_checkpoints",
     "consolidate",
     "export",
+    "finish_interrupted",
     "holds_optimizers",
     "inspect",
     "load_checkpoint",

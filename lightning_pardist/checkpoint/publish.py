@@ -108,6 +108,11 @@ def recover(storage: Storage, folder: str) -> None:
             storage.remove(path)
 
 
+def is_aside(name: str) -> bool:
+    """Returns whether a name is one under which a save keeps what is not in place."""
+    return _ASIDE.match(name) is not None
+
+
 def is_complete(storage: Storage, folder: str) -> bool:
     """Returns whether a folder holds a complete checkpoint, by its manifest and the files' sizes."""
     try:

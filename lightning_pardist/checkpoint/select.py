@@ -39,6 +39,25 @@ def complete_checkpoints(folder: str, storage_options: dict[str, Any] | None = N
     return [path for _, path in sorted(found, reverse=True)]
 
 
+def finish_interrupted(folder: str, storage_options: dict[str, Any] | None = None) -> None:
+    """Puts right what a dead run has left half-done in a folder, so that its checkpoints have their names.
+
+    Any number of processes may call it at once: when it returns, one of them has done it. A folder into which a run
+    that lives writes is left alone.
+    """
+    storage, folder = open_storage(folder, storage_options)
+    if not (storage.renames_atomically and any(publish.is_aside(name) for name in storage.names(folder))):
+        return
+    held = lock.holds(storage, folder)
+    try:
+        lock.acquire(storage, folder)
+        publish.recover_once(storage, folder)
+        if not held:
+            lock.release(storage, folder)
+    except (OSError, ValueError):  # a folder that we may only read, or another run's
+        pass
+
+
 def newest_complete(
     folder: str,
     *,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TypeVar
@@ -36,9 +37,25 @@ def all_present(meshes: Meshes, seconds: float) -> bool:
     """Returns True if all ranks call this within ``seconds``; False where one does not come.
 
     For moments in which a rank cannot know what the others are doing. Needs a gloo control group, which it always is.
+    If one does not come, its connection is gone afterwards: the run must end. (torch's ``monitored_barrier`` keeps its
+    timeout on rank 0 only.)
     """
+    group, deadline = meshes.control, time.monotonic() + seconds
+
+    def wait(work: dist.Work | None) -> None:
+        assert work is not None
+        work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+
+    here = torch.ones(1, dtype=torch.uint8)
+    others = range(1, dist.get_world_size(group)) if dist.get_rank(group) == 0 else [0]
     try:
-        dist.monitored_barrier(group=meshes.control, timeout=timedelta(seconds=seconds))
+        if dist.get_rank(group) != 0:
+            wait(dist.isend(here, group=group, group_dst=0))
+        for rank in others:
+            wait(dist.irecv(here, group=group, group_src=rank))
+        if dist.get_rank(group) == 0:
+            for rank in others:
+                wait(dist.isend(here, group=group, group_dst=rank))
     except RuntimeError:
         return False
     return True

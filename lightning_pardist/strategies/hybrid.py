@@ -429,17 +429,19 @@ class HybridStrategy(CheckpointHooks):
 
     @override
     def teardown(self) -> None:
-        self._keeper.close()
-        while self._undo:
-            self._undo.pop()()
-        if self._logs is not None:
-            self._logs.uninstall()
-            self._logs = None
-        assert self.cluster_environment is not None and self.accelerator is not None
-        self.cluster_environment.teardown()
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
-        self.checkpoint_io.teardown()
+        try:
+            self._keeper.close()  # raises what a save that was under way failed with
+        finally:
+            while self._undo:
+                self._undo.pop()()
+            if self._logs is not None:
+                self._logs.uninstall()
+                self._logs = None
+            assert self.cluster_environment is not None and self.accelerator is not None
+            self.cluster_environment.teardown()
+            self.precision_plugin.teardown()
+            self.accelerator.teardown()
+            self.checkpoint_io.teardown()
 
     def _live_runner(self) -> StepRunner:
         assert self._runner is not None
