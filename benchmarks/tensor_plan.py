@@ -1,8 +1,8 @@
 """The plan derived from the flow of data against the plan that transformers ships, entry by entry.
 
-    python benchmarks/tensor_plan.py                 every architecture with a plan, 4 blocks, width 64
-    python benchmarks/tensor_plan.py NAME ...        some of them, by model type, with every entry that differs
-    python benchmarks/tensor_plan.py --write FILE    the whole table as a page
+    python -m benchmarks.tensor_plan                 every architecture with a plan, 4 blocks, width 64
+    python -m benchmarks.tensor_plan NAME ...        some of them, by model type, with every entry that differs
+    python -m benchmarks.tensor_plan --write FILE    the whole table as a page
 
 An architecture is a causal language model of transformers whose config has a ``base_model_tp_plan`` and which runs
 small from its config (as in ``describe.py``). Names are used to compare, never to derive. Shipped words are mapped:
@@ -220,7 +220,7 @@ def page(rows: list[Row]) -> str:
     counts = {kind: Counter(row.verdict for row in group) for kind, group in (("all", derived), ("dense", dense))}
     lines = [
         "# Derived tensor-parallel plans against those that transformers ships", "",
-        "Command: `python benchmarks/tensor_plan.py --write benchmarks/results/tensor_plan.md`",
+        "Command: `python -m benchmarks.tensor_plan --write benchmarks/results/tensor_plan.md`",
         f"(torch {torch.__version__}, transformers {transformers.__version__}).", "",
         "Roles only: that the derived plans train like one process is not shown here; nothing applies them yet.", "",
         "| | all | dense |", "| --- | --- | --- |",

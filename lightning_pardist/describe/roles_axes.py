@@ -153,6 +153,8 @@ def _pop(queue: deque[Factor]) -> Factor | None:
 
 def unify(one: Sequence[Factor], other: Sequence[Factor]) -> Factors:
     """Makes two dims of one size agree and returns their common factors; splits axes where they must be."""
+    if 0 in (size_of(one), size_of(other)):  # nothing is in the tensor, so nothing meets
+        return tuple(one)
     left, right = deque(one), deque(other)
     result: list[Factor] = []
     while (a := _pop(left)) is not None:
@@ -174,6 +176,8 @@ def unify(one: Sequence[Factor], other: Sequence[Factor]) -> Factors:
 
 def regroup(dims: Sequence[Factors], shape: Sequence[int]) -> list[Factors]:
     """Returns the factors of the dims of a view: the same elements in the same order under another shape."""
+    if 0 in shape:
+        return [(int(size),) for size in shape]
     queue: deque[Factor] = deque(factor for dim in dims for factor in dim)
     return [_take(queue, size) for size in shape]
 
@@ -206,13 +210,13 @@ def cut(factors: Sequence[Factor], start: int, length: int) -> Factors:
     parts = expand(factors)
     if length == size_of(parts):
         return tuple(parts)
-    if not parts:
+    if not parts or not length:
         return (length,)
     first, rest = parts[0], parts[1:]
     inner = size_of(rest)
     if start % inner == 0 and length % inner == 0:
         return (_cut_axis(first, start // inner, length // inner), *rest)
-    if length and start // inner == (start + length - 1) // inner:
+    if start // inner == (start + length - 1) // inner:
         _cut_axis(first, start // inner, 1)
         return cut(rest, start % inner, length)
     stop(parts, "a slice cuts across it")

@@ -1,4 +1,4 @@
-"""Rules for what moves, views, slices or reduces dims, and for elementwise functions."""
+"""Rules for what moves, views, slices or joins dims, and for elementwise functions."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from lightning_pardist.describe.known_values import tensors_in
-from lightning_pardist.describe.roles_axes import Factors, cut, regroup, stop
+from lightning_pardist.describe.roles_axes import Factors, cut, regroup, stop, unify
 from lightning_pardist.describe.roles_state import State, argument, pinned, results, rule
-from lightning_pardist.describe.roles_trace import UNSEEN, Event
+from lightning_pardist.describe.roles_trace import Event
 
 
 @rule(
@@ -142,7 +142,7 @@ def _unbind(state: State, event: Event) -> None:
     tag = state.tag(event.args[0])
     for index, out in enumerate(results(event)):
         cut(tag.dims[dim], index, 1)
-        state.put(out, _without(tag.dims, [dim]), tag.weights)
+        state.put(out, without(tag.dims, [dim]), tag.weights)
 
 
 @rule("select", "narrow")
@@ -155,7 +155,7 @@ def _select(state: State, event: Event) -> None:
     part = cut(tag.dims[dim], start % x.shape[dim], length)
     dims = list(tag.dims)
     dims[dim] = part
-    state.put(event.out, _without(dims, [dim]) if event.name == "select" else dims, tag.weights)
+    state.put(event.out, without(dims, [dim]) if event.name == "select" else dims, tag.weights)
 
 
 @rule("getitem")
@@ -218,9 +218,19 @@ def _sliced(dim: Factors, size: int, given: slice) -> Factors:
     return (len(range(start, end, step)),)
 
 
-def _without(dims: Sequence[Factors], gone: Iterable[int]) -> list[Factors]:
+def without(dims: Sequence[Factors], gone: Iterable[int]) -> list[Factors]:
+    """Returns the dims that are left."""
     left_out = {dim % len(dims) for dim in gone}
     return [dim for index, dim in enumerate(dims) if index not in left_out]
+
+
+@rule("glu")
+def _glu(state: State, event: Event) -> None:
+    x, dim = event.args[0], argument(event, 1, "dim", default=-1)
+    assert isinstance(dim, int)
+    dims, half = list(state.tag(x).dims), x.shape[dim] // 2
+    dims[dim] = unify(cut(dims[dim], 0, half), cut(dims[dim], half, half))
+    state.put(event.out, dims)
 
 
 @rule("cat", "concat", "concatenate", "stack")
@@ -229,7 +239,7 @@ def _cat(state: State, event: Event) -> None:
     assert isinstance(dim, int)
     dim %= event.out.dim()
     is_stack = event.name == "stack"
-    tensors = [tensor for tensor in tensors if is_stack or tensor.dim() == event.out.dim()]
+    tensors = [tensor for tensor in tensors if is_stack or tensor.numel()]  # a cache is empty at first
     operands: list[tuple[list[Factors], list[int]]] = []
     joined: list[Factors] = []
     for tensor in tensors:
@@ -246,125 +256,3 @@ def _cat(state: State, event: Event) -> None:
     if any(not isinstance(factor, int) for part in joined for factor in part):
         new = pinned(new, "it is a concatenation")
     state.put(event.out, [*merged[:dim], new, *merged[dim:]], state.weights_of(tensors))
-
-
-# ---------------------------------------------------------------------------------------- along one dim
-
-
-@rule(
-    """
-    softmax log_softmax cumsum cumprod flip roll sort topk argsort logcumsumexp normalize gumbel_softmax softmin
-    cummax index_select gather take_along_dim kthvalue renorm diff rot90 glu
-    """
-)
-def _along(state: State, event: Event) -> None:
-    names = ("dim", "dims")
-    position = {"roll": 2, "topk": 2, "normalize": 2, "gumbel_softmax": 3, "take_along_dim": 2, "kthvalue": 2}
-    default = 1 if event.name == "normalize" else -1
-    dim = argument(event, position.get(event.name, 1), *names, default=default)
-    x = event.args[0] if event.args else event.kwargs["input"]
-    tag = state.tag(x)
-    dims = range(x.dim()) if dim is None else [dim] if isinstance(dim, int) else dim
-    assert isinstance(dims, Iterable)
-    gone = {index % x.dim() for index in dims}
-    for index in gone:
-        state.stop_dim(tag, index, f"{event.name} mixes along it")
-    for out in results(event):
-        new: list[Factors] = []
-        for index in range(x.dim()):
-            same = out.shape[index] == x.shape[index]
-            if not same:
-                state.stop_dim(tag, index, f"{event.name} takes elements of it")
-            new.append(tag.dims[index] if same else (int(out.shape[index]),))
-        state.put(out, new)
-
-
-@rule(
-    """
-    sum mean var std var_mean std_mean max min amax amin norm logsumexp argmax argmin any all prod nansum
-    nanmean median vector_norm linalg_vector_norm aminmax count_nonzero
-    """
-)
-def _reduce(state: State, event: Event) -> None:
-    x = event.args[0] if event.args else event.kwargs["input"]
-    after_order = event.name in ("norm", "vector_norm", "linalg_vector_norm")
-    dim: Any = argument(event, 2 if after_order else 1, "dim", "axis")
-    if isinstance(dim, torch.Tensor):
-        return elementwise(state, event)  # the larger of two tensors
-    tag = state.tag(x)
-    if dim is None or isinstance(dim, (bool, torch.dtype)) or (isinstance(dim, (tuple, list)) and not dim):
-        gone = set(range(x.dim()))
-    else:
-        gone = {index % x.dim() for index in ([dim] if isinstance(dim, int) else dim)}
-    for index in gone:
-        state.stop_dim(tag, index, f"{event.name} mixes along it")
-    for out in results(event):
-        if out.dim() == x.dim():
-            state.put(out, [(1,) if index in gone else d for index, d in enumerate(tag.dims)])
-        else:
-            state.put(out, _without(tag.dims, gone))
-
-
-@rule("layer_norm", "rms_norm")
-def _norm(state: State, event: Event) -> None:
-    x, shape, weight, bias = (
-        argument(event, i, n) for i, n in enumerate(("input", "normalized_shape", "weight", "bias"))
-    )
-    assert isinstance(x, torch.Tensor) and isinstance(shape, Sequence)
-    tag = state.tag(x)
-    for dim in range(1, len(shape) + 1):
-        state.pin_dim(tag, -dim, f"{event.name} normalises over it")
-    affine = [tensor for tensor in (weight, bias) if isinstance(tensor, torch.Tensor)]
-    state.put(event.out, state.broadcast([x, *affine], event.out.shape))
-
-
-@rule("pad")
-def _pad(state: State, event: Event) -> None:
-    x, pad = event.args[:2]
-    tag = state.tag(x)
-    dims = list(tag.dims)
-    for index in range(len(pad) // 2):
-        if pad[2 * index] or pad[2 * index + 1]:
-            state.stop_dim(tag, -1 - index, "it is padded")
-            dims[-1 - index] = (int(event.out.shape[-1 - index]),)
-    state.put(event.out, dims)
-
-
-@rule("tril", "triu")
-def _triangle(state: State, event: Event) -> None:
-    tag = state.tag(event.args[0])
-    for dim in (-1, -2):
-        state.stop_dim(tag, dim, f"{event.name} treats its places differently")
-    state.put(event.out, tag.dims)
-
-
-@rule("cross_entropy", "nll_loss")
-def _cross_entropy(state: State, event: Event) -> None:
-    x = event.args[0] if event.args else event.kwargs["input"]
-    tag = state.tag(x)
-    classes = 1 if x.dim() > 1 else 0
-    for index, dim in enumerate(tag.dims):
-        if index == classes:
-            state.score(dim, "a cross entropy is taken over it")
-        else:
-            stop(dim, "a loss is taken over it")
-    for out in results(event):
-        state.put(out, [(int(size),) for size in out.shape])
-
-
-@rule(
-    """
-    mse_loss l1_loss smooth_l1_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div huber_loss
-    """
-)
-def _loss(state: State, event: Event) -> None:
-    for tensor in tensors_in(event.args):
-        for dim in state.tag(tensor).dims:
-            stop(dim, "a loss is taken over it")
-    for out in results(event):
-        state.put(out, [(int(size),) for size in out.shape])
-
-
-@rule(UNSEEN)
-def _unseen(state: State, event: Event) -> None:
-    state.give_up(event, "it goes through " + UNSEEN)

@@ -11,12 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, find, shard_parts, size_of
 from lightning_pardist.describe.roles_contractions import contract
+from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
 from lightning_pardist.describe.roles_state import RULES, State, Use
 from lightning_pardist.describe.roles_trace import Event, Trace
 from lightning_pardist.specs.tensor_roles import ShardedParameter, TensorRegion, TensorRole, TensorRoles, WeightRole
 
-_RULES_ARE_LOADED = (contract, elementwise)
+_RULES_ARE_LOADED = (contract, elementwise, normalisation)
 """The modules of rules fill ``RULES`` when they are imported."""
 
 

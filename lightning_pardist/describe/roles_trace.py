@@ -92,7 +92,7 @@ class TraceRecorder(TorchFunctionMode):
         return out
 
     def _note(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
-        results = [tensor for tensor in tensors_in(out) if tensor.is_floating_point() or tensor.is_complex()]
+        results = list(tensors_in(out))  # masks and indices too: they may be counted over a sharded dim
         inputs = list(tensors_in((args, kwargs)))
         for tensor in inputs:
             self._note_unseen(tensor)

@@ -232,6 +232,58 @@ class LateNorm(nn.Module):
         return self.three(self.two(y).relu()) * y.softmax(-1).amax(-1, keepdim=True)
 
 
+class Counted(nn.Module):
+    """Counts features by a mask, which has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 32), nn.Linear(32, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.up(x)
+        return self.down(y) * (y > 0).sum(-1, keepdim=True)
+
+
+def cached(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    k, v = (torch.cat([z[:, :, :0], z], dim=2) for z in (k, v))
+    return models.causal(q, k, v)
+
+
+def test_an_empty_cache_in_front_of_keys_and_values() -> None:
+    roles = proved(nn.Sequential(models.Block(models.FusedAttention("chunk", cached))), models.hidden())
+    assert words(roles)["0.attention.qkv"] == "fused_column"
+
+
+def alibi(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    distance = torch.arange(k.shape[2]) - torch.arange(q.shape[2])[:, None]
+    slopes = 2.0 ** -torch.arange(1, models.HEADS + 1)
+    return (q @ k.mT / 3 + slopes[:, None, None] * distance).softmax(-1) @ v
+
+
+def test_a_constant_per_head_leaves_the_region_alone() -> None:
+    roles = proved(nn.Sequential(models.Block(models.FusedAttention("chunk", alibi))), models.hidden())
+    assert words(roles)["0.attention.qkv"] == "fused_column"
+
+
+class GLU(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(24, 64), nn.Linear(32, 24)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.glu(self.up(x)))
+
+
+def test_a_count_over_features_keeps_them_together() -> None:
+    assert set(words(proved(Counted(), models.hidden())).values()) == {"replicate"}
+
+
+def test_glu_is_a_fused_gate() -> None:
+    roles = proved(GLU(), models.hidden())
+    assert words(roles) == {"up": "fused_column", "down": "row"}
+    assert parts(roles, "up") == (32, 32)
+
+
 def test_what_is_added_to_the_stream_is_whole() -> None:
     assert set(words(proved(Residual(), models.hidden())).values()) == {"replicate"}
 
