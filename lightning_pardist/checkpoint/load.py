@@ -46,8 +46,9 @@ class LoadRequest:
     """Of this run, in the form given to the save: a rank's own state is restored on the same layout only."""
     rank_state: bool = False
     """This rank's own state even without the optimizers, for a run that loads those later."""
-    prefix: str = ""
-    """For safetensors: the part of the module's names before those in the file, as ``"model."``."""
+    prefix: str | None = ""
+    """For safetensors: the part of the module's names before those in the file, as ``"model."``. None: the one under
+    which most names correspond."""
 
 
 @dataclass
@@ -175,6 +176,7 @@ class _Loading:
             weights_only=request.weights_only,
             prefix=request.prefix,
             live=live,
+            names=list(names.state_tensors(self.state.module)[0]) if request.prefix is None else (),
         )
         self.report.kind = type(self.source).__name__.removesuffix("Source")
         self.report.trainer = self.source.trainer(weights_only=request.weights_only)

@@ -6,7 +6,7 @@ import os
 import pickle
 import zipfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -194,14 +194,15 @@ class LightningFolderSource(Source):
 class SafetensorsSource(Source):
     """A ``.safetensors`` file, or a Hugging Face folder with one or several and an index."""
 
-    def __init__(self, path: str, prefix: str = "") -> None:
+    def __init__(self, path: str, prefix: str | None = "", names: Collection[str] = ()) -> None:
         super().__init__(path)
         from safetensors import safe_open
 
-        self._files = {}
+        self._files = {file: safe_open(file, framework="pt", device="cpu") for file in _safetensors_files(path)}
+        if prefix is None:
+            prefix = _best_prefix([name for opened in self._files.values() for name in opened.keys()], names)  # noqa: SIM118
         self._keys: dict[str, tuple[str, str]] = {}
-        for file in _safetensors_files(path):
-            self._files[file] = opened = safe_open(file, framework="pt", device="cpu")
+        for file, opened in self._files.items():
             for name in opened.keys():  # noqa: SIM118 - not a mapping
                 piece = opened.get_slice(name)
                 self._keys[f"{MODEL}{prefix}{name}"] = (file, name)
@@ -252,6 +253,15 @@ def _safetensors_files(path: str) -> Iterator[str]:
         yield os.path.join(path, name)
 
 
+def _best_prefix(stored: Collection[str], names: Collection[str]) -> str:
+    """Returns what to put before the stored names so that most of them are the module's; the shortest if several do."""
+    known = set(names)
+    candidates = {"".join(f"{part}." for part in name.split(".")[:depth]) for name in known for depth in range(4)}
+    return max(
+        sorted(candidates, key=len), key=lambda prefix: sum(prefix + name in known for name in stored), default=""
+    )
+
+
 def _load_file(storage: Storage, path: str, *, weights_only: bool) -> dict[str, Any]:
     try:
         if isinstance(storage, LocalStorage):
@@ -290,8 +300,9 @@ def open_source(
     *,
     verify: str = "size",
     weights_only: bool = True,
-    prefix: str = "",
+    prefix: str | None = "",
     live: Sequence[Sequence[str]] = (),
+    names: Collection[str] = (),
 ) -> Source:
     """Returns what lies at a path, whichever of the known kinds it is.
 
@@ -300,8 +311,9 @@ def open_source(
         path: a folder or a file.
         verify: see ``CheckpointOptions.verify_on_load``.
         weights_only: never run code of a file.
-        prefix: of the module's names before those in a safetensors folder, as ``"model."``.
+        prefix: of the module's names before those in a safetensors folder, as ``"model."``; None to find it.
         live: parameter names per optimizer, for files that number them.
+        names: of the module, to find the prefix.
 
     Raises:
         FileNotFoundError: if nothing lies there.
@@ -310,22 +322,22 @@ def open_source(
     """
     if storage.is_file(path):
         if path.endswith(".safetensors"):
-            return SafetensorsSource(path, prefix)
+            return SafetensorsSource(path, prefix, names)
         return FileSource(storage, path, weights_only=weights_only, live=live)
     if not storage.is_dir(path):
         raise FileNotFoundError(_unknown(path, "nothing lies there"))
-    names = storage.names(path)
-    if manifest.NAME in names:
+    found = storage.names(path)
+    if manifest.NAME in found:
         source = ShardedSource(storage, path, verify=verify)
         source.set_weights_only(weights_only)
         return source
-    if objects.TRAINER in names or objects.OBJECTS in names:
+    if objects.TRAINER in found or objects.OBJECTS in found:
         manifest.read_manifest(storage, path)  # raises: ours, but its manifest is gone
-    if METADATA in names:
+    if METADATA in found:
         return LightningFolderSource(storage, path)
-    if any(name.endswith(".safetensors") for name in names):
-        return SafetensorsSource(path, prefix)
-    raise ValueError(_unknown(path, f"a folder with {', '.join(names[:5]) or 'nothing in it'}"))
+    if any(name.endswith(".safetensors") for name in found):
+        return SafetensorsSource(path, prefix, names)
+    raise ValueError(_unknown(path, f"a folder with {', '.join(found[:5]) or 'nothing in it'}"))
 
 
 def _unknown(path: str, got: str) -> str:

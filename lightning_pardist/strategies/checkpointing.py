@@ -330,6 +330,7 @@ class CheckpointKeeper:
             weights_only=self._weights_only(),
             layout=self._layout(),
             rank_state=self._trainer().state.fn == TrainerFn.FITTING,
+            prefix=None,
         )
         meshes = self._meshes()
         report = ckpt.load_checkpoint(

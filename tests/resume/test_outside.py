@@ -1,4 +1,4 @@
-"""Between this package and plain Lightning, Hugging Face folders and Lightning's sharded folders, in both directions."""
+"""Between this package and plain Lightning, Hugging Face folders and Lightning's sharded folders."""
 
 from __future__ import annotations
 
