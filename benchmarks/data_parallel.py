@@ -205,14 +205,18 @@ def main() -> None:
     parser.add_argument("--dry", action="store_true", help="print the report, write nothing")
     options = parser.parse_args()
     load, start = os.getloadavg()[0], time.perf_counter()
-    races = [run_race(world_size, options.rounds) for world_size in options.processes]
-    environment = _environment(time.perf_counter() - start, load)
-    text = report(races, environment)
+    races = []
+    text = ""
+    for world_size in options.processes:
+        races.append(run_race(world_size, options.rounds))
+        environment = _environment(time.perf_counter() - start, load)
+        text = report(races, environment)
+        print(f"{world_size} processes: done after {environment['seconds in all']} s", file=sys.stderr, flush=True)
+        if not options.dry:
+            RESULTS.mkdir(exist_ok=True)
+            (RESULTS / "data_parallel.md").write_text(text)
+            (RESULTS / "data_parallel.json").write_text(json.dumps({"environment": environment, "races": races}))
     print(text)
-    if not options.dry:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "data_parallel.md").write_text(text)
-        (RESULTS / "data_parallel.json").write_text(json.dumps({"environment": environment, "races": races}, indent=1))
 
 
 if __name__ == "__main__":
