@@ -56,11 +56,11 @@ class CheckpointHooks(MeshStrategy):
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        self._keeper.load_edited_weights(checkpoint)
+        self._keeper.restorer.load_edited_weights(checkpoint)
 
     @override
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        self._keeper.load_optimizers(self._trainer())
+        self._keeper.restorer.load_optimizers(self._trainer())
 
     @property
     def checkpoint_stall_s(self) -> float | None:
@@ -88,7 +88,7 @@ class CheckpointHooks(MeshStrategy):
 
     @override
     def on_train_start(self) -> None:
-        self._keeper.before_first_batch(rank=self.data_parallel_rank, step=self._trainer().global_step)
+        self._keeper.restorer.before_first_batch(rank=self.data_parallel_rank, step=self._trainer().global_step)
 
     @override
     def on_train_end(self) -> None:

@@ -259,7 +259,9 @@ class HybridStrategy(CheckpointHooks):
         trainer = self._trainer()
         if trainer.training and self._train_loaders is not None:
             keep_order(dataloader, self._train_loaders)
-            dataloader = self._keeper.continued(dataloader, rank=self.data_parallel_rank, step=trainer.global_step)
+            dataloader = self._keeper.restorer.continued(
+                dataloader, rank=self.data_parallel_rank, step=trainer.global_step
+            )
         if self._meshes is None:
             return dataloader
         if not trainer.training and self._is_dealt:
