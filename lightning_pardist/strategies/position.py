@@ -226,9 +226,18 @@ def batches_done(loops: Mapping[str, Any]) -> int:
 
 
 def in_epoch(loops: Mapping[str, Any]) -> bool:
-    """Returns whether the saved training loop has still to end the epoch that it was in."""
-    progress = loops["fit_loop"]["epoch_progress"]["current"]
-    return int(progress["processed"]) < int(progress["started"])
+    """Returns whether the saved training loop has still to end the epoch that it was in.
+
+    After a save at the very end of an epoch's last batch Lightning goes on with the next epoch at once.
+    """
+    epoch = loops["fit_loop"]["epoch_progress"]["current"]
+    return int(epoch["processed"]) < int(epoch["started"]) and not at_last_batch(loops)
+
+
+def at_last_batch(loops: Mapping[str, Any]) -> bool:
+    """Returns whether the loop was saved when the last batch of an epoch was trained on, and nothing else done."""
+    batch = loops["fit_loop"]["epoch_loop.batch_progress"]
+    return bool(batch.get("is_last_batch")) and batch["current"]["completed"] < batch["current"]["processed"]
 
 
 def _batch_size(loader: Any) -> int | None:

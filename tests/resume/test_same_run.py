@@ -125,11 +125,12 @@ def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str)
         if resume:  # the order that Lightning deals follows that seed, everything else the checkpoint
             torch.manual_seed(12)
         module, losses = Dropping(), Losses()
-        kind = StatefulDataLoader if when == "amid the epoch" else DataLoader
+        kind = StatefulDataLoader if "amid" in when or "last" in when else DataLoader
         triggers: dict[str, Any] = {
             "at the end of the epoch": {"save_on_train_epoch_end": True},
             "after validation": {"save_on_train_epoch_end": False},
             "amid the epoch": {"every_n_train_steps": 8},
+            "at the last batch": {"every_n_train_steps": 6},
         }[when]
         keep = KeepFirst(folder, "at", enable_version_counter=False, **triggers)
         trainer = make_trainer(
@@ -137,7 +138,7 @@ def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str)
             enable_checkpointing=not resume,
         )  # fmt: skip
         loader = kind(numbered(48), batch_size=8 // world_size, shuffle=True)
-        validation = DataLoader(numbered(16), 4, num_workers=0)
+        validation = None if when == "at the last batch" else DataLoader(numbered(16), 4)
         with logged() as lines:
             trainer.fit(module, loader, validation, ckpt_path=f"{folder}/at.ckpt" if resume else None)
         return losses.values, weights(module), lines
@@ -145,7 +146,7 @@ def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str)
     return run(resume=False), run(resume=True)
 
 
-@pytest.mark.parametrize("when", ["at the end of the epoch", "after validation", "amid the epoch"])
+@pytest.mark.parametrize("when", ["at the end of the epoch", "after validation", "amid the epoch", "at the last batch"])
 def test_random_numbers_go_on(run_distributed: Any, tmp_path: Path, when: str) -> None:
     for name, layout, world_size in (("fsdp", LAYOUTS["fsdp"], 2), ("ddp", LAYOUTS["ddp"], 2), ("one", {}, 1)):
         folder = str(tmp_path / name)
