@@ -41,6 +41,11 @@ class CheckpointKeeper:
         self.is_alone = False
         """Set once an exception ends the run and other ranks do not know of it: nothing may wait for them."""
 
+    @property
+    def options(self) -> CheckpointOptions:
+        """What the user chose about checkpoints."""
+        return self._run.options
+
     def attach(
         self,
         module: LightningModule,
