@@ -1,6 +1,6 @@
 """Ours against the same layouts by hand in torch, and against Lightning's own strategies: time, traffic, state.
 
-    python benchmarks/data_parallel.py             2 and 4 gloo processes; about seven minutes on two cores
+    python benchmarks/data_parallel.py             2 and 4 gloo processes; about nine minutes on two cores
     python benchmarks/data_parallel.py --rounds 5 --dry    a quick look that writes no results
 
 All variants of a world size live in the same processes and take turns, one step each per round, in an order drawn anew
