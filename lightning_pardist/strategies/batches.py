@@ -41,19 +41,35 @@ def data_parallel_rank_and_size() -> tuple[int, int]:
     return int(os.environ.get(RANK_VARIABLE, "0")), int(os.environ.get(SIZE_VARIABLE, "1"))
 
 
-class AgreedLoader:
+class LoaderAround:
+    """A data loader around another one, which has all its attributes."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        for name in ("state_dict", "load_state_dict"):  # attributes of its own: Lightning looks for no others
+            if hasattr(loader, name):
+                setattr(self, name, getattr(loader, name))
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or name == "_loader":
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Lightning seeds workers by it, and would set it where no worker looks.
+        object.__setattr__(self._loader if name == "worker_init_fn" else self, name, value)
+
+
+class AgreedLoader(LoaderAround):
     """A data loader whose ranks agree, batch by batch, that all of them have one more.
 
     Every step of a sharded model is a collective, so a rank that ends early would leave the others waiting.
     """
 
     def __init__(self, loader: Any, meshes: Meshes, on_uneven: OnUneven) -> None:
-        self._loader = loader
+        super().__init__(loader)
         self._meshes = meshes
         self._on_uneven = on_uneven
-        for name in ("state_dict", "load_state_dict"):  # attributes of its own: Lightning looks for no others
-            if hasattr(loader, name):
-                setattr(self, name, getattr(loader, name))
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)
@@ -68,11 +84,6 @@ class AgreedLoader:
                 return
             taken += 1
             yield batch
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
 
     def _uneven(self, taken: int) -> None:
         if self._on_uneven == "stop":

@@ -16,7 +16,7 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import BatchSampler, DistributedSampler, Sampler, SequentialSampler
 
 from lightning_pardist.base.log import get_logger
-from lightning_pardist.strategies.batches import dealt_sampler
+from lightning_pardist.strategies.batches import LoaderAround, dealt_sampler
 
 log = get_logger(__name__)
 
@@ -149,22 +149,7 @@ class FromSample(Sampler[int]):
             self.inner.set_epoch(epoch)
 
 
-class _Wrapped:
-    """A data loader around another one, with all its attributes."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        for name in ("state_dict", "load_state_dict"):  # attributes of its own: Lightning looks for no others
-            if hasattr(loader, name):
-                setattr(self, name, getattr(loader, name))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__") or name == "_loader":
-            raise AttributeError(name)
-        return getattr(self._loader, name)
-
-
-class _SkipFirst(_Wrapped):
+class _SkipFirst(LoaderAround):
     """Leaves out the first batches once: they were seen before the run was interrupted."""
 
     def __init__(self, loader: Any, batches: int) -> None:
@@ -193,7 +178,34 @@ def skip_first(loader: Any, batches: int) -> Any:
     return (_SkipFirst if sized_len(loader) is None else _SizedSkipFirst)(loader, batches)
 
 
-class ReadAhead(_Wrapped):
+class _NextEpoch(LoaderAround):
+    """Begins its next epoch, although its state was saved when the one before had been read to its end."""
+
+    def __init__(self, loader: Any, before: Callable[[], None]) -> None:
+        super().__init__(loader)
+        self._before: Callable[[], None] | None = before
+
+    def __iter__(self) -> Iterator[Any]:
+        before, self._before = self._before, None
+        if before is not None:
+            iter(self._loader)  # takes up what was loaded: nothing is left, and shuffling samplers have drawn
+            before()
+        return iter(self._loader)
+
+
+class _SizedNextEpoch(_NextEpoch):
+    """The same, of a loader that knows its length. (Lightning looks for ``__len__``.)"""
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+def next_epoch(loader: Any, before: Callable[[], None]) -> Any:
+    """Returns a loader that begins an epoch, and calls ``before`` as it does so for the first time."""
+    return (_NextEpoch if sized_len(loader) is None else _SizedNextEpoch)(loader, before)
+
+
+class ReadAhead(LoaderAround):
     """Keeps the state of a loader from which Lightning reads one batch ahead, to know which is the last.
 
     What was read and not trained on must come again after a resume, so the state before it is remembered.
@@ -203,7 +215,7 @@ class ReadAhead(_Wrapped):
         super().__init__(loader)
         self._ahead = ahead
         self._before: Any = None
-        setattr(self, "state_dict", self._state)  # noqa: B010  # beside the methods that _Wrapped lends
+        setattr(self, "state_dict", self._state)  # noqa: B010  # in place of the one that is lent
 
     def __iter__(self) -> Iterator[Any]:
         batches = iter(self._loader)

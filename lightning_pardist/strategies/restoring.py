@@ -37,6 +37,8 @@ class _Resumed:
     waits_for_groups: bool
     """Optimizer state is loaded once a finetuning callback has rebuilt the groups."""
     in_epoch: bool = False
+    at_last_batch: bool = False
+    """The epoch counts as running, and Lightning goes on with the next."""
     move: position.Move | None = None
     """Set if the position in the data was saved on another layout."""
 
@@ -73,6 +75,7 @@ class Restorer:
             self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
             if "loops" in content:
                 self._resumed.in_epoch = position.in_epoch(content["loops"])
+                self._resumed.at_last_batch = position.at_last_batch(content["loops"])
                 self._restore_position(content["loops"], ours.get("data"), report)
         content["state_dict"] = self._give_weights()
         if "lr_schedulers" in content:
@@ -120,9 +123,9 @@ class Restorer:
         if resumed is None:
             return loader
         # Lightning tells it later, when a loader with workers has begun to read, and one with a state has skipped.
-        lightning_api.set_sampler_epoch(loader, self._run.epoch())
+        lightning_api.set_sampler_epoch(loader, self._run.epoch() + resumed.at_last_batch)
         if not resumed.in_epoch:
-            self._restore_generators(resumed, rank, step)
+            return position.next_epoch(loader, lambda: self._restore_generators(resumed, rank, step))
         if resumed.move is not None:
             loader = resumed.move.apply(loader)
             _set_batches_done(trainer, resumed.move.done)

@@ -117,7 +117,7 @@ class KeepFirst(ModelCheckpoint):
             self.saved = True
 
 
-def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str) -> Any:
+def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str, stateful: bool) -> Any:
     """The whole run, and what comes of its checkpoint."""
 
     def run(resume: bool) -> Any:
@@ -125,7 +125,7 @@ def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str)
         if resume:  # the order that Lightning deals follows that seed, everything else the checkpoint
             torch.manual_seed(12)
         module, losses = Dropping(), Losses()
-        kind = StatefulDataLoader if "amid" in when or "last" in when else DataLoader
+        kind = StatefulDataLoader if stateful else DataLoader
         triggers: dict[str, Any] = {
             "at the end of the epoch": {"save_on_train_epoch_end": True},
             "after validation": {"save_on_train_epoch_end": False},
@@ -146,11 +146,22 @@ def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str)
     return run(resume=False), run(resume=True)
 
 
-@pytest.mark.parametrize("when", ["at the end of the epoch", "after validation", "amid the epoch", "at the last batch"])
-def test_random_numbers_go_on(run_distributed: Any, tmp_path: Path, when: str) -> None:
-    for name, layout, world_size in (("fsdp", LAYOUTS["fsdp"], 2), ("ddp", LAYOUTS["ddp"], 2), ("one", {}, 1)):
+WHEN = [
+    ("at the end of the epoch", False),
+    ("at the end of the epoch", True),
+    ("after validation", False),
+    ("after validation", True),
+    ("amid the epoch", True),
+    ("at the last batch", True),
+    ("at the last batch", False),
+]
+
+
+@pytest.mark.parametrize(("when", "stateful"), WHEN, ids=[f"{w}-{'stateful' if s else 'plain'}" for w, s in WHEN])
+def test_random_numbers_go_on(run_distributed: Any, tmp_path: Path, when: str, stateful: bool) -> None:
+    for name, layout, world_size in (("fsdp", LAYOUTS["fsdp"], 2), ("one", {}, 1)):
         folder = str(tmp_path / name)
-        results = run_distributed(interrupted, layout, world_size, folder, when, world_size=world_size)
+        results = run_distributed(interrupted, layout, world_size, folder, when, stateful, world_size=world_size)
         for (losses, final, _), (again, last, lines) in results:
             assert again == losses[len(losses) - len(again) :], (name, losses)
             assert len(again) == (4 if when == "amid the epoch" else 6)
@@ -168,7 +179,7 @@ def elsewhere(folder: str) -> Any:
 
 
 def test_another_layout_draws_anew_and_says_so(run_distributed: Any, tmp_path: Path) -> None:
-    run_distributed(interrupted, {}, 1, str(tmp_path), "at the end of the epoch", world_size=1)
+    run_distributed(interrupted, {}, 1, str(tmp_path), "at the end of the epoch", False, world_size=1)
     first, second = (run_distributed(elsewhere, str(tmp_path), world_size=2)[0] for _ in range(2))
     assert any("seeded anew from its seed 11 and step 6" in line for line in first[0]), first[0]
     assert all(torch.equal(second[1][name], value) for name, value in first[1].items())
