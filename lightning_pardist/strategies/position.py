@@ -179,16 +179,19 @@ def skip_first(loader: Any, batches: int) -> Any:
 
 
 class _NextEpoch(LoaderAround):
-    """Begins its next epoch, although its state was saved when the one before had been read to its end."""
+    """Begins an epoch from a state in which the one before had been read to its end."""
 
-    def __init__(self, loader: Any, before: Callable[[], None]) -> None:
+    def __init__(self, loader: Any, state: Any, before: Callable[[], None]) -> None:
         super().__init__(loader)
+        self._state = state
         self._before: Callable[[], None] | None = before
 
     def __iter__(self) -> Iterator[Any]:
         before, self._before = self._before, None
         if before is not None:
-            iter(self._loader)  # takes up what was loaded: nothing is left, and shuffling samplers have drawn
+            if self._state is not None:
+                self._loader.load_state_dict(self._state)
+                iter(self._loader)  # takes it up: nothing is left, and a sampler that shuffles has drawn
             before()
         return iter(self._loader)
 
@@ -200,9 +203,16 @@ class _SizedNextEpoch(_NextEpoch):
         return len(self._loader)
 
 
-def next_epoch(loader: Any, before: Callable[[], None]) -> Any:
-    """Returns a loader that begins an epoch, and calls ``before`` as it does so for the first time."""
-    return (_NextEpoch if sized_len(loader) is None else _SizedNextEpoch)(loader, before)
+def next_epoch(loader: Any, state: Any, before: Callable[[], None]) -> Any:
+    """Returns a loader that begins an epoch.
+
+    Args:
+        loader: the loader of this run.
+        state: its state at the end of the epoch before; None if it keeps none. (Lightning would lose it, or take the
+            new epoch for one that is over.)
+        before: called when the epoch begins.
+    """
+    return (_NextEpoch if sized_len(loader) is None else _SizedNextEpoch)(loader, state, before)
 
 
 class ReadAhead(LoaderAround):

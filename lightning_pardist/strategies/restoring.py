@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,8 @@ class _Resumed:
     in_epoch: bool = False
     at_last_batch: bool = False
     """The epoch counts as running, and Lightning goes on with the next."""
+    loader_states: list[Any] = field(default_factory=list)
+    """Of the training loaders, if they begin a new epoch."""
     move: position.Move | None = None
     """Set if the position in the data was saved on another layout."""
 
@@ -125,7 +127,8 @@ class Restorer:
         # Lightning tells it later, when a loader with workers has begun to read, and one with a state has skipped.
         lightning_api.set_sampler_epoch(loader, self._run.epoch() + resumed.at_last_batch)
         if not resumed.in_epoch:
-            return position.next_epoch(loader, lambda: self._restore_generators(resumed, rank, step))
+            state = resumed.loader_states.pop(0) if hasattr(loader, "state_dict") and resumed.loader_states else None
+            return position.next_epoch(loader, state, lambda: self._restore_generators(resumed, rank, step))
         if resumed.move is not None:
             loader = resumed.move.apply(loader)
             _set_batches_done(trainer, resumed.move.done)
@@ -220,14 +223,16 @@ class Restorer:
         own = None if report.rank_state is None else report.rank_state.get("combined_loader")
         loaders = self._run.train_loaders()
         same_steps = not saved["moved"] and saved["batch_sizes"] == position.batch_sizes(loaders)
+        assert self._resumed is not None
+        if same_steps and own is None and saved["size"] == self._run.data_parallel_size() == 1:
+            own = state["combined_loader"]  # in the checkpoint is the state of the only rank
         if own and same_steps:
             state["combined_loader"] = own
+            if not self._resumed.in_epoch:
+                self._resumed.loader_states = state.pop("combined_loader")
             return
-        if same_steps and saved["size"] == self._run.data_parallel_size() == 1:
-            return  # the state in the checkpoint is of the only rank
         del state["combined_loader"]
         done = position.batches_done(loops)
-        assert self._resumed is not None
         if done:
             epoch = int(loops["fit_loop"]["epoch_progress"]["current"]["processed"])
             size = self._run.data_parallel_size()
