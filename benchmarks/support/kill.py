@@ -29,6 +29,8 @@ from lightning_pardist import HybridStrategy
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 
 RANKS, STEPS, WIDTH = 2, 12, 128
+KILL_WITHIN_S = 2.0
+"""A rank is killed within so many seconds of the start of training, which takes about that long."""
 DEATH_S = 40.0
 """How long the rank that was not killed may take to notice and end."""
 
@@ -163,7 +165,7 @@ def attempt(folder: Path, behind: bool, chance: random.Random | None) -> tuple[b
     if chance is not None:
         while not (log.exists() and log.stat().st_size > before) and time.monotonic() < deadline:
             time.sleep(0.005)
-        time.sleep(chance.uniform(0.0, 0.8))
+        time.sleep(chance.uniform(0.0, KILL_WITHIN_S))
         os.kill(chance.choice(children), signal.SIGKILL)
     statuses = wait_for(children, DEATH_S if chance is not None else 120.0)
     if None in statuses:

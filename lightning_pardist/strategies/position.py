@@ -250,10 +250,12 @@ def batches_done(loops: Mapping[str, Any]) -> int:
 def in_epoch(loops: Mapping[str, Any]) -> bool:
     """Returns whether the saved training loop has still to end the epoch that it was in.
 
-    After a save at the very end of an epoch's last batch Lightning goes on with the next epoch at once.
+    After a save at the very end of an epoch's last batch Lightning goes on with the next epoch at once. It does not
+    count that one as started, so the batches say more than the epochs.
     """
     epoch = loops["fit_loop"]["epoch_progress"]["current"]
-    return int(epoch["processed"]) < int(epoch["started"]) and not at_last_batch(loops)
+    is_open = int(epoch["processed"]) < int(epoch["started"]) and not at_last_batch(loops)
+    return is_open or batches_done(loops) > 0
 
 
 def at_last_batch(loops: Mapping[str, Any]) -> bool:
