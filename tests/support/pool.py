@@ -289,8 +289,7 @@ class WorkerPool:
         for rank in ranks:
             if not workers[rank].ended():
                 os.kill(workers[rank].process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        texts = [f"--- rank {rank} is at\n{workers[rank].stacks.read_text()}" for rank in ranks]
+        texts = [f"--- rank {rank} is at\n{_settled_text(workers[rank].stacks)}" for rank in ranks]
         return "\n".join(texts)
 
     def _log(self, rank: int) -> Path:
@@ -336,6 +335,18 @@ def _error(outcome: Outcome) -> BaseException | None:
         error = pickle.loads(outcome.error)
     error.__cause__ = RemoteTracebackError(outcome.traceback)
     return error
+
+
+def _settled_text(path: Path, seconds: float = 10.0) -> str:
+    """Returns what a fault handler writes, once it has written and stopped: on a busy machine that takes a while."""
+    deadline, before = time.monotonic() + seconds, ""
+    while time.monotonic() < deadline:
+        time.sleep(0.3)
+        text = path.read_text()
+        if text and text == before:
+            break
+        before = text
+    return before
 
 
 def _free_port() -> int:
