@@ -6,10 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -126,3 +129,131 @@ def ignore_in_reducer(module: nn.Module, names: Sequence[str]) -> None:
 def local_tensor(tensor: Tensor) -> Tensor:
     """Returns this rank's shard of a DTensor without autograd's bookkeeping, or the tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+class UnitShard(Shard):
+    """A dim shared out in stretches that ``Shard`` cannot name: whole heads, fused parts, key-value heads held twice.
+
+    Acts on the tensor before the placements of other mesh axes on the same dim, which then cut the local part in equal
+    chunks, as fully_shard does.
+    """
+
+    def __init__(self, dim: int, stretches: tuple[tuple[tuple[int, int], ...], ...]) -> None:
+        """Names what every rank of the axis holds.
+
+        Args:
+            dim: the tensor dim.
+            stretches: by rank, (start, length) of what it holds of the whole dim, in order.
+        """
+        super().__init__(dim)
+        self.stretches = stretches
+
+    def __new__(cls, dim: int, stretches: object) -> UnitShard:
+        return super().__new__(cls, dim)  # type: ignore[call-arg]  # torch's class takes its dim here
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, UnitShard) and (self.dim, self.stretches) == (other.dim, other.stretches)
+
+    def __hash__(self) -> int:
+        return hash((self.dim, self.stretches))
+
+    def __repr__(self) -> str:
+        return f"UnitShard(dim={self.dim}, lengths={[self.local_length(rank) for rank in range(len(self.stretches))]})"
+
+    def local_length(self, rank: int) -> int:
+        """Returns how much of the dim a rank holds."""
+        return sum(length for _, length in self.stretches[rank])
+
+    def _to_replicate_tensor(
+        self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
+    ) -> Tensor:
+        if local_tensor.shape[self.dim] != self.local_length(mesh.get_local_rank(mesh_dim)):
+            raise RuntimeError(
+                "this parameter is sharded by whole units on the tensor axis and by fully_shard on the same dim, which "
+                "DTensor.full_tensor() cannot undo; use lightning_pardist.whole_tensor(parameter)"
+            )
+        return self.gather(local_tensor, mesh.get_group(mesh_dim))
+
+    def gather(self, local: Tensor, group: ProcessGroup) -> Tensor:
+        """Returns the whole tensor from every rank's part."""
+        longest = max(self.local_length(rank) for rank in range(len(self.stretches)))
+        parts = gather_uneven(local, self.dim, longest, group)
+        shape = list(local.shape)
+        shape[self.dim] = max(start + length for held in self.stretches for start, length in held)
+        whole = local.new_empty(shape)
+        for part, held in zip(parts, self.stretches, strict=True):
+            position = 0
+            for start, length in held:
+                whole.narrow(self.dim, start, length).copy_(part.narrow(self.dim, position, length))
+                position += length
+        return whole
+
+
+def gather_uneven(local: Tensor, dim: int, longest: int, group: ProcessGroup) -> list[Tensor]:
+    """Returns every rank's tensor, each padded along ``dim`` to ``longest``."""
+    shape = list(local.shape)
+    shape[dim] = longest
+    padded = local.new_zeros(shape)
+    padded.narrow(dim, 0, local.shape[dim]).copy_(local)
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, padded, group=group)
+    return parts
+
+
+def whole_tensor(tensor: Tensor) -> Tensor:
+    """Returns the whole of a parameter, gradient or optimizer state, however it is sharded; a plain tensor as it is.
+
+    As ``DTensor.full_tensor``, for the layouts of this package too. Every rank of its mesh must call it.
+    """
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placed = [(i, p) for i, p in enumerate(tensor.placements) if isinstance(p, UnitShard)]
+    if not placed:
+        return tensor.full_tensor()
+    ((axis, unit),) = placed
+    mesh, local = tensor.device_mesh, local_tensor(tensor.detach())
+    length = unit.local_length(mesh.get_local_rank(axis))
+    for index, placement in reversed(list(enumerate(tensor.placements))):
+        if index == axis or placement.is_replicate():
+            continue
+        dim: int = placement.dim  # type: ignore[attr-defined]
+        whole_length = length if dim == unit.dim else tensor.shape[dim]
+        chunk = -(-whole_length // mesh.size(index))
+        parts = gather_uneven(local, dim, chunk, mesh.get_group(index))
+        local = torch.cat(parts, dim).narrow(dim, 0, whole_length)
+    return unit.gather(local, mesh.get_group(axis))
+
+
+def compute_on_local_shards(root: nn.Module) -> None:
+    """Lets fully_shard gather parameters that are sharded on another axis into plain tensors, not DTensors.
+
+    fully_shard stores such a parameter as a DTensor of both axes and shows it to the code as one of the other axis.
+    Here the code computes with plain local tensors, without DTensor's dispatch; what is stored stays as it is.
+    """
+    for record in fsdp_parameters(root):
+        record.is_dtensor = False
+        for name in ("_unsharded_dtensor_spec", "_tp_spec"):
+            if hasattr(record, name):
+                setattr(record, name, None)
+
+
+def as_dtensor(local: Tensor, like: DTensor) -> DTensor:
+    """Returns a DTensor of the same layout around a local tensor, without autograd's bookkeeping."""
+    return DTensor.from_local(
+        local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+
+
+def placed(local: Tensor, mesh: DeviceMesh, layout: tuple[Any, tuple[int, ...]] | None) -> DTensor:
+    """Returns a DTensor of a one-axis mesh.
+
+    Args:
+        local: this rank's part, or all of it.
+        mesh: 1-D.
+        layout: placement and whole shape; None for replicated.
+    """
+    if layout is None:
+        return DTensor.from_local(local, mesh, [Replicate()], run_check=False)
+    placement, shape = layout
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [placement], run_check=False, shape=torch.Size(shape), stride=stride)

@@ -91,11 +91,16 @@ def held_runs(shape: Sequence[int], tensor: DTensor) -> list[list[Run]] | None:
     if coordinate is None:
         return None
     runs: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
+    unit_dims = set()
     for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate():
+        if isinstance(placement, torch_dist_api.UnitShard):  # acts before the others, see there
+            runs[placement.dim] = _joined(list(placement.stretches[coordinate[axis]]))
+            unit_dims.add(placement.dim)
+    for axis, placement in enumerate(tensor.placements):
+        if placement.is_replicate() or isinstance(placement, torch_dist_api.UnitShard):
             continue
         dim = placement.dim  # type: ignore[attr-defined]
-        parts = _chunk(runs[dim], getattr(placement, "split_factor", 1))
+        parts = _chunk(runs[dim], 1 if dim in unit_dims else getattr(placement, "split_factor", 1))
         size = tensor.device_mesh.size(axis)
         runs[dim] = _joined([run for part in parts for run in _chunk(part, size)[coordinate[axis]]])
     return runs

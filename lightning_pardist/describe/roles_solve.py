@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, find, shard_parts, size_of
+from lightning_pardist.describe.roles_calls import Sharing, partial_parameters, quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
 from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
@@ -121,6 +122,7 @@ class _Assembler:
         self._chosen = chosen
         self._reasons = reasons
         self._groups = self._group_classes()
+        self._sharing = Sharing(state, self._groups, [self._repeat(classes) for classes in self._groups])
 
     def roles(self, module_class: str) -> TensorRoles:
         """Returns everything that was found."""
@@ -131,10 +133,14 @@ class _Assembler:
         vocabulary = self._vocabulary(linears, tables)
         linears = {name: None for name in linears if self._is_weight(name)}
         weights = [self._weight(name, name in linears, vocabulary) for name in {**tables, **linears}]
+        calls = tuple(shard_calls(self._trace, self._sharing, self._state))
         return TensorRoles(
             module_class=module_class,
             weights=tuple(weights),
             regions=tuple(self._region(index, classes) for index, classes in enumerate(self._groups)),
+            calls=calls,
+            quiet_modules=quiet_modules(self._trace, calls),
+            partial_parameters=partial_parameters(self._trace, self._sharing, self._state),
             unknown_functions=tuple(self._state.unknown),
         )
 
@@ -217,7 +223,25 @@ class _Assembler:
         for name in self._state.parameters:
             dim, parts = self._sharded(name)
             if dim is not None and self._region_of(name) == region:
-                yield ShardedParameter(name=name, dim=dim, parts=parts)
+                shared = self._sharing.dim((self._state.parameters[name][dim],), dim)
+                assert shared is not None
+                yield ShardedParameter(name=name, dim=dim, parts=parts, terms=shared.terms)
+
+    def _repeat(self, classes: frozenset[Axis]) -> Axis | None:
+        """Returns the class that counts the query heads of one key-value head, None if each has its own."""
+        units = min(axis.size for axis in classes)
+        for use in self._state.uses:
+            if use.is_row or not classes.intersection(_classes(use.made)):
+                continue
+            for part in self._leaf_parts(use.made):
+                factors = expand(part)
+                position = next((i for i, f in enumerate(factors) if f in self._chosen), None)
+                inner = factors[position + 1 :] if position is not None else []
+                if inner and isinstance(inner[0], Axis) and inner[0].stopped is None and len(inner) > 1:
+                    heads = max(self._heads(use.made), default=0)
+                    if heads == units * inner[0].size:
+                        return inner[0]
+        return None
 
     def _heads(self, made: Sequence[Axis | int]) -> Iterator[int]:
         """Yields the heads of each part of a projection: the units outside the dim that attention sums over."""

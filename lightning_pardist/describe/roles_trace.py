@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from lightning_pardist.base.function_names import function_name
 from lightning_pardist.base.torch_api import current_autograd_node, storage_key
 from lightning_pardist.describe.known_values import tensors_in
 from lightning_pardist.describe.record import named_tensors
@@ -31,6 +33,27 @@ class Event:
     """An argument is a tensor of the batch (or a view of one)."""
 
 
+@dataclass(frozen=True)
+class Call:
+    """One call of any torch function, in the order of the run."""
+
+    name: str
+    modules: tuple[str, ...]
+    """Names of the modules whose forward was running, outer to inner."""
+    entry: int
+    """Counts the calls of modules: which call of the innermost one this was."""
+    event: int | None
+    """Index of its event; None if nothing in it depends on parameters."""
+
+
+@dataclass(frozen=True)
+class ModuleCall:
+    """What a module was first called with."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 @dataclass
 class Trace:
     """What one forward pass did."""
@@ -40,6 +63,9 @@ class Trace:
     constants: set[int] = field(default_factory=set)
     """Ids of the buffers."""
     events: list[Event] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    module_calls: dict[str, ModuleCall] = field(default_factory=dict)
+    """Module name -> its first call."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     """Tensors that leave the module, for a run of its forward."""
 
@@ -61,6 +87,9 @@ class TraceRecorder(TorchFunctionMode):
         self._batch = {storage_key(tensor): tensor for _, tensor in named_tensors(batch, "batch")}
         self._depends = {id(parameter) for parameter in self.trace.parameters.values()}
         self._nodes: dict[Any, list[torch.Tensor]] = {}
+        self._running: list[str] = []
+        self._entries = [0]
+        self._count = 0
 
     @contextmanager
     def watching(self, module: nn.Module, *, outputs: bool) -> Iterator[None]:
@@ -72,8 +101,22 @@ class TraceRecorder(TorchFunctionMode):
         """
         if outputs:
             module.register_forward_hook(self._keep_outputs)
+        for name, child in module.named_modules():
+            child.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
+            child.register_forward_hook(self._leave, always_call=True)
         with self:
             yield
+
+    def _enter(self, name: str, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._running.append(name)
+        self._count += 1
+        self._entries.append(self._count)
+        if current_autograd_node() is None:
+            self.trace.module_calls.setdefault(name, ModuleCall(args, dict(kwargs)))
+
+    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()
+        self._entries.pop()
 
     def _keep_outputs(self, module: nn.Module, args: Any, output: Any) -> None:
         # Not the insides of other objects: a cache of keys and values for generation is not what training goes on with.
@@ -88,7 +131,11 @@ class TraceRecorder(TorchFunctionMode):
             return iter(self.__torch_function__(torch.unbind, types, args))
         out = func(*args, **kwargs)
         if current_autograd_node() is None:  # else recomputed in the backward pass: seen already
+            before = len(self.trace.events)
             self._note(func, args, kwargs, out)
+            is_noted = len(self.trace.events) > before and self.trace.events[-1].out is out
+            event = len(self.trace.events) - 1 if is_noted else None
+            self.trace.calls.append(Call(function_name(func), tuple(self._running), self._entries[-1], event))
         return out
 
     def _note(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:
@@ -101,7 +148,7 @@ class TraceRecorder(TorchFunctionMode):
         if func is not torch.Tensor.__setitem__ and next(iter(tensors_in(out)), None) is None:
             return  # a question about the tensor, such as its shape
         on_batch = any(storage_key(tensor) in self._batch for tensor in inputs)
-        self._add(Event(_name(func), tuple(args), dict(kwargs), out, on_batch), results)
+        self._add(Event(function_name(func), tuple(args), dict(kwargs), out, on_batch), results)
 
     def _add(self, event: Event, results: list[torch.Tensor]) -> None:
         self.trace.events.append(event)
@@ -126,21 +173,3 @@ class TraceRecorder(TorchFunctionMode):
                 waiting += [before for before, _ in node.next_functions if before is not None]
                 sources += [node.variable] if hasattr(node, "variable") else []
         self._add(Event(UNSEEN, tuple(sources), {}, tensor), [tensor])
-
-
-def _name(func: Callable[..., Any]) -> str:
-    """Returns the function's plain name: ``add`` for ``torch.add``, ``Tensor.add_`` and ``Tensor.__radd__``."""
-    name = getattr(func, "__name__", type(func).__name__)
-    if name == "__get__":  # a property of Tensor, such as T
-        return getattr(getattr(func, "__self__", None), "__name__", name)
-    if name.startswith("__") and name.endswith("__"):
-        name = name[2:-2]
-        return _OPERATORS.get(name, name)
-    return name[:-1] if name.endswith("_") and not name.startswith("_") else name
-
-
-_OPERATORS = {
-    "radd": "add", "iadd": "add", "rsub": "sub", "isub": "sub", "rmul": "mul", "imul": "mul", "truediv": "div",
-    "rtruediv": "div", "itruediv": "div", "rpow": "pow", "ipow": "pow", "rmatmul": "matmul", "imatmul": "matmul",
-    "rdiv": "div", "idiv": "div",
-}  # fmt: skip

@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, cast
 
 from lightning_pardist.base.errors import message
+from lightning_pardist.plan.tensor_layouts import lay_out, too_few_units
 from lightning_pardist.specs.tensor_roles import (
     ROLES,
     RegionFit,
@@ -66,15 +67,19 @@ def make_tensor_plan(
                 named[name] = cast(TensorRole, word), cast(Source, source)
     taken_out = [weight for weight in roles.weights if weight.name in named and named[weight.name][0] == "replicate"]
     broken = {weight.region: weight.name for weight in taken_out if weight.region is not None}
-    decisions = [_decide(weight, named.get(weight.name), broken) for weight in roles.weights]
-    kept = [region for region in roles.regions if region.index not in broken]
+    broken_why = {index: f"{name} of its region is replicated" for index, name in broken.items()}
+    broken_why |= {i: why for i, why in too_few_units(roles.regions, size).items() if i not in broken_why}
+    decisions = [_decide(weight, named.get(weight.name), broken_why) for weight in roles.weights]
+    kept = [region for region in roles.regions if region.index not in broken_why]
     fits = tuple(_fit(region, size) for region in kept)
+    sharded = lay_out(roles, [(d.weight, d.role) for d in decisions], kept, size)
     return TensorPlan(
         module_class=roles.module_class,
         size=size,
         entries=tuple(_entries(decisions, {region.index: region for region in kept})),
         fits=tuple(dict.fromkeys(fits)),
         notes=tuple(_notes(fits, decisions, roles, size)),
+        **sharded,
     )
 
 
@@ -115,8 +120,7 @@ def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
 def _decide(weight: WeightRole, named: tuple[TensorRole, Source] | None, broken: Mapping[int, str]) -> _Decision:
     if named is None:
         if weight.region is not None and weight.region in broken:
-            note = f"{broken[weight.region]} of its region is replicated"
-            return _Decision(weight, "replicate", "derived", (), note)
+            return _Decision(weight, "replicate", "derived", (), broken[weight.region])
         return _Decision(weight, weight.role, "derived", weight.parts, weight.reason)
     role, source = named
     if role == weight.role:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -38,6 +39,11 @@ class WeightRole:
     """Why it is replicated; empty otherwise."""
 
 
+TermKind = Literal["whole", "unit", "sub"]
+"""How a stretch of a dim is shared: not at all, by the region's units, or by what a unit holds several of (the query
+heads of one key-value head) where there are fewer units than ranks."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class ShardedParameter:
     """A parameter with a dim that is sharded along with its region: weights, their biases, scales per head."""
@@ -45,6 +51,67 @@ class ShardedParameter:
     name: str
     dim: int
     parts: tuple[int, ...]
+    terms: tuple[tuple[int, TermKind], ...] = ()
+    """The same as stretches of the dim, with how each is shared; see ``ShardedDim``."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardedDim:
+    """A dim of a tensor inside a region, and what it is made of: the terms repeat if something unsharded is outside."""
+
+    dim: int
+    region: int
+    terms: tuple[tuple[int, TermKind], ...]
+    """Length and kind of each stretch, of the whole tensor."""
+
+    @property
+    def period(self) -> int:
+        """Length of all terms."""
+        return sum(length for length, _ in self.terms)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlicedDim:
+    """A slice of a dim, by its two ends."""
+
+    dim: int
+    start: int
+    length: int
+    before: ShardedDim
+    """The dim from 0 to the start; without terms if that is nothing."""
+    taken: ShardedDim
+
+
+@dataclass(frozen=True, kw_only=True)
+class MetTensor:
+    """An argument that is whole on every rank and meets sharded ones."""
+
+    position: int
+    """Among the tensors of the call, in order."""
+    dims: tuple[ShardedDim, ...]
+    """Those of which a rank needs its share only."""
+    needs_gradient: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardCall:
+    """One call of a torch function in a module's own forward that must be told what a rank holds."""
+
+    module: str
+    function: str
+    ordinal: int
+    """Among the calls of this function in one forward of the module."""
+    sizes: tuple[ShardedDim, ...] = ()
+    """Dims of the result whose sizes the code gives."""
+    split_dim: int | None = None
+    split: tuple[ShardedDim, ...] = ()
+    """Pieces of a split or chunk along ``split_dim``."""
+    slices: tuple[SlicedDim, ...] = ()
+    times: ShardedDim | None = None
+    """Of a repetition of key-value heads."""
+    met: tuple[MetTensor, ...] = ()
+    is_random: bool = False
+    """It draws random numbers for sharded elements: every rank needs others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +139,12 @@ class TensorRoles:
     weights: tuple[WeightRole, ...]
     """In the order of first use."""
     regions: tuple[TensorRegion, ...]
+    calls: tuple[ShardCall, ...] = ()
+    """What the code asks of sharded tensors by their whole sizes."""
+    quiet_modules: tuple[str, ...] = ()
+    """Modules inside those that make the calls, whose own calls are counted apart."""
+    partial_parameters: tuple[str, ...] = ()
+    """Whole parameters that are used on sharded tensors: a rank's gradient is its share of a sum."""
     unknown_functions: tuple[str, ...] = ()
     """Functions without a rule that kept something from being sharded."""
     assumptions: tuple[str, ...] = ()
@@ -117,6 +190,76 @@ class RegionFit:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RegionShare:
+    """How many units of a region each rank holds."""
+
+    units: int
+    shares: tuple[int, ...]
+    """By rank; they sum to ``units`` if ``copies`` is 1."""
+    copies: int = 1
+    """Ranks in a row that hold the same unit and share what it holds several of."""
+
+    def local_length(self, length: int, kind: TermKind, rank: int) -> int:
+        """Returns how much of a stretch a rank holds."""
+        if kind == "whole":
+            return length
+        per_unit = length // self.units
+        return per_unit * self.shares[rank] // (self.copies if kind == "sub" else 1)
+
+    def local_start(self, length: int, kind: TermKind, rank: int) -> int:
+        """Returns where in a stretch the part of a rank begins."""
+        if kind == "whole":
+            return 0
+        per_unit = length // self.units
+        if self.copies == 1:
+            return per_unit * sum(self.shares[:rank])
+        start = per_unit * (rank // self.copies)
+        return start + (per_unit // self.copies) * (rank % self.copies) if kind == "sub" else start
+
+    def local_size(self, dim: ShardedDim, rank: int) -> int:
+        """Returns the length of one period of a dim on a rank."""
+        return sum(self.local_length(length, kind, rank) for length, kind in dim.terms)
+
+    def stretches(self, terms: Sequence[tuple[int, TermKind]], rank: int) -> tuple[tuple[int, int], ...]:
+        """Returns (start, length) of what a rank holds of a dim, in order."""
+        found, position = [], 0
+        for length, kind in terms:
+            held = self.local_length(length, kind, rank)
+            if held:
+                found.append((position + self.local_start(length, kind, rank), held))
+            position += length
+        return tuple(found)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    """A parameter that is sharded on the tensor axis."""
+
+    parameter: str
+    dim: int
+    length: int
+    """Of the whole dim."""
+    stretches: tuple[tuple[tuple[int, int], ...], ...]
+    """By rank: (start, length) of what it holds of the dim, in order."""
+
+    @property
+    def is_even(self) -> bool:
+        """True if the ranks hold equal parts, one after another, as ``Shard(dim)`` means."""
+        size = len(self.stretches)
+        part = self.length // size
+        return all(held == ((rank * part, part),) for rank, held in enumerate(self.stretches)) and part * size == self.length
+
+    def local_length(self, rank: int) -> int:
+        """Returns how long the dim is on a rank."""
+        return sum(length for _, length in self.stretches[rank])
+
+    def shared_with(self, rank: int) -> tuple[tuple[int, int], ...]:
+        """Returns those of the rank's stretches that other ranks hold too."""
+        others = {stretch for other, held in enumerate(self.stretches) if other != rank for stretch in held}
+        return tuple(stretch for stretch in self.stretches[rank] if stretch in others)
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorPlan:
     """The tensor-parallel plan of a module for an axis of some size."""
 
@@ -125,6 +268,17 @@ class TensorPlan:
     entries: tuple[TensorPlanEntry, ...]
     fits: tuple[RegionFit, ...]
     notes: tuple[str, ...] = ()
+    layouts: tuple[TensorLayout, ...] = ()
+    uses: tuple[tuple[str, TensorRole], ...] = ()
+    """Parameter name -> what a linear layer or lookup with it is; weights that are replicated are left out."""
+    shares: tuple[RegionShare | None, ...] = ()
+    """By region; None for a region that is left alone."""
+    calls: tuple[ShardCall, ...] = ()
+    """Of the regions that are sharded."""
+    quiet_modules: tuple[str, ...] = ()
+    partial_parameters: tuple[str, ...] = ()
+    """Whole parameters whose gradient is a sum over the ranks."""
+    sequence_parallel: bool = False
 
     def role_of(self, name: str) -> TensorRole:
         """Returns the role of a weight by its name."""

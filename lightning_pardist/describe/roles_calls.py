@@ -1,0 +1,327 @@
+"""Which calls inside a region speak of whole sizes, so that a rank can run the module's own code on its share.
+
+[Note: whole sizes] Inside a region every tensor is a plain local one. Code that takes sizes from its tensors, writes -1
+or counts in head dims runs on it as it is. Code that knows how many heads there are (``view(B, T, self.n_head, ...)``,
+``split(self.width)``, ``qkv[..., :width]``, an ALiBi bias of all heads) asks for the whole. The trace knows, call by
+call, which dims of the result the region shares out, so these calls can be answered in local sizes. Calls are found
+again by the module whose forward makes them, the function, and the how-manieth it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+import torch
+
+from lightning_pardist.describe.known_values import tensors_in
+from lightning_pardist.describe.roles_axes import Axis, Factor, Factors, expand, find, size_of
+from lightning_pardist.describe.roles_state import State, argument, results
+from lightning_pardist.describe.roles_trace import Event, Trace
+from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDim, SlicedDim, TermKind
+
+Terms = tuple[tuple[int, TermKind], ...]
+
+_SIZED = frozenset(["view", "reshape", "unflatten", "expand", "broadcast_to"])
+_SPLIT = frozenset(["split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split"])
+_RANDOM = frozenset(
+    """
+    dropout dropout1d dropout2d alpha_dropout feature_dropout feature_alpha_dropout bernoulli rrelu
+    scaled_dot_product_attention rand_like randn_like
+    """.split()
+)
+_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum multi_head_attention_forward".split())
+_LOOK = frozenset(["embedding"])
+
+
+class Sharing:
+    """Which classes of axes are shared out, by region."""
+
+    def __init__(self, state: State, groups: Sequence[frozenset[Axis]], repeats: Sequence[Axis | None]) -> None:
+        """Starts from what was chosen.
+
+        Args:
+            state: the tags at the end.
+            groups: the classes of each region.
+            repeats: per region the class of query heads within a key-value head, None if there is no such thing.
+        """
+        self._state = state
+        self._region = {axis: index for index, group in enumerate(groups) for axis in group}
+        self._repeats = repeats
+
+    def dim(self, factors: Sequence[Factor], index: int = 0) -> ShardedDim | None:
+        """Returns how a dim is shared, None if it is not."""
+        found = self._terms(factors)
+        if found is None:
+            return None
+        region, terms = found
+        return ShardedDim(dim=index, region=region, terms=_joined(terms))
+
+    def is_shared(self, tensor: torch.Tensor) -> bool:
+        """Returns whether a rank holds a part of the tensor only."""
+        return any(self._terms(dim) is not None for dim in self._state.tag(tensor).dims)
+
+    def dims(self, tensor: torch.Tensor) -> Iterator[ShardedDim]:
+        """Yields the shared dims of a tensor."""
+        for index, factors in enumerate(self._state.tag(tensor).dims):
+            found = self.dim(factors, index)
+            if found is not None:
+                yield found
+
+    def before(self, factors: Sequence[Factor], start: int) -> Terms:
+        """Returns what lies before an offset in a dim."""
+        parts = expand(factors)
+        if start == 0 or not parts:
+            return ()
+        first, rest = parts[0], parts[1:]
+        inner = size_of(rest)
+        if not (isinstance(first, Axis) and first.cuts):
+            return ((start, "whole"),)
+        terms: list[tuple[int, TermKind]] = []
+        position = 0
+        for (begin, length), part in _leaves(first):
+            if begin == position and begin + length <= start // inner:
+                found = self._terms((part, *rest))
+                terms += found[1] if found is not None else [(length * inner, "whole")]
+                position += length
+        assert position * inner == start, "a slice begins inside a part"
+        return _joined(terms)
+
+    def _terms(self, factors: Sequence[Factor]) -> tuple[int, list[tuple[int, TermKind]]] | None:
+        parts = expand(factors)
+        for index, factor in enumerate(parts):
+            if not isinstance(factor, Axis):
+                continue
+            rest = parts[index:]
+            if factor in self._region:
+                region = self._region[factor]
+                kind: TermKind = "sub" if self._holds_repeats(rest[1:], region) else "unit"
+                return region, [(size_of(rest), kind)]
+            if factor.cuts:
+                found = self._cut_terms(factor, parts[index + 1 :])
+                if found is not None:
+                    return found
+        return None
+
+    def _cut_terms(self, axis: Axis, rest: Sequence[Factor]) -> tuple[int, list[tuple[int, TermKind]]] | None:
+        terms: list[tuple[int, TermKind]] = []
+        region: int | None = None
+        for (_, length), part in _leaves(axis):
+            found = self._terms((part, *rest))
+            region = found[0] if found is not None and region is None else region
+            terms += found[1] if found is not None else [(length * size_of(rest), "whole")]
+        return None if region is None else (region, terms)
+
+    def _holds_repeats(self, rest: Sequence[Factor], region: int) -> bool:
+        """Returns whether the next factor counts query heads of one key-value head."""
+        repeat = self._repeats[region]
+        if repeat is None or not rest:
+            return False
+        first = rest[0]
+        return first == repeat.size if isinstance(first, int) else find(first) is find(repeat)
+
+
+def _leaves(axis: Axis) -> Iterator[tuple[tuple[int, int], Axis]]:
+    """Yields the cuts that lie side by side, the widest where one lies in another."""
+    position = 0
+    for (start, length), part in sorted(axis.cuts.items(), key=lambda item: (item[0][0], -item[0][1])):
+        if start >= position:
+            yield (start, length), part
+            position = start + length
+
+
+def _joined(terms: Sequence[tuple[int, TermKind]]) -> Terms:
+    """Returns the terms with whole neighbours as one; parts that are shared stay by themselves."""
+    result: list[tuple[int, TermKind]] = []
+    for length, kind in terms:
+        if kind == "whole" and result and result[-1][1] == "whole":
+            result[-1] = (result[-1][0] + length, "whole")
+        else:
+            result.append((length, kind))
+    return tuple(result)
+
+
+def shard_calls(trace: Trace, sharing: Sharing, state: State) -> Iterator[ShardCall]:
+    """Yields the calls that must be answered in local sizes, once per module."""
+    counts: dict[tuple[int, str], int] = {}
+    first_entry: dict[str, int] = {}
+    for call in trace.calls:
+        key = call.entry, call.name
+        ordinal = counts.get(key, 0)
+        counts[key] = ordinal + 1
+        module = call.modules[-1] if call.modules else ""
+        if call.event is None or first_entry.setdefault(module, call.entry) != call.entry:
+            continue
+        found = _needs(trace.events[call.event], sharing, state)
+        if found is not None:
+            yield replace(found, module=module, function=call.name, ordinal=ordinal)
+
+
+def _needs(event: Event, sharing: Sharing, state: State) -> ShardCall | None:
+    outs = [out for out in results(event) if sharing.is_shared(out)]
+    inputs = list(tensors_in((event.args, event.kwargs)))
+    if not outs and not any(sharing.is_shared(tensor) for tensor in inputs):
+        return None
+    blank = ShardCall(module="", function=event.name, ordinal=0)
+    call = blank
+    if event.name in _SIZED and outs:
+        call = replace(call, sizes=tuple(sharing.dims(outs[0])) + _repeated(event, sharing, state))
+    elif event.name in _SPLIT:
+        call = _split(call, event, sharing, state)
+    elif event.name in ("getitem", "narrow"):
+        call = replace(call, slices=tuple(_slices(event, sharing, state)))
+    elif event.name == "repeat_interleave":
+        call = _times(call, event, sharing, state)
+    if event.name not in _LINEAR and event.name not in _LOOK:
+        call = replace(call, met=tuple(_met(event, inputs, sharing, state)))
+    if event.name in _RANDOM and outs:
+        call = replace(call, is_random=True)
+    return call if call != blank else None
+
+
+def _repeated(event: Event, sharing: Sharing, state: State) -> tuple[ShardedDim, ...]:
+    """Returns the new dim of an expand that repeats key-value heads for their query heads."""
+    if event.name not in ("expand", "broadcast_to"):
+        return ()
+    dims, out = state.tag(event.args[0]).dims, event.out
+    ahead = out.dim() - len(dims)
+    for index in range(1, out.dim()):
+        before = sharing.dim(dims[index - 1 - ahead]) if index - 1 >= ahead else None
+        if before is None or size_of(dims[index - ahead]) != 1:
+            continue
+        found = sharing.dim((*dims[index - 1 - ahead], int(out.shape[index])))
+        if found is not None and found.terms[-1][1] == "sub":
+            terms: Terms = ((int(out.shape[index]), "sub"),)
+            return (ShardedDim(dim=index, region=before.region, terms=terms),)
+    return ()
+
+
+def _times(call: ShardCall, event: Event, sharing: Sharing, state: State) -> ShardCall:
+    times, dim = argument(event, 1, "repeats"), argument(event, 2, "dim")
+    if not isinstance(times, int) or not isinstance(dim, int):
+        return call
+    found = sharing.dim((*state.tag(event.args[0]).dims[dim], times))
+    if found is None or found.terms[-1][1] != "sub":
+        return call
+    return replace(call, times=ShardedDim(dim=dim, region=found.region, terms=((times, "sub"),)))
+
+
+def _split(call: ShardCall, event: Event, sharing: Sharing, state: State) -> ShardCall:
+    dim = argument(event, 2, "dim", default=0)
+    assert isinstance(dim, int)
+    outs = list(results(event))
+    dim %= outs[0].dim()
+    pieces = [sharing.dim(state.tag(out).dims[dim], dim) for out in outs]
+    region = next((piece.region for piece in pieces if piece is not None), None)
+    if region is None:
+        return call
+    whole = [ShardedDim(dim=dim, region=region, terms=((int(out.shape[dim]), "whole"),)) for out in outs]
+    return replace(call, split_dim=dim, split=tuple(piece or plain for piece, plain in zip(pieces, whole)))
+
+
+def _slices(event: Event, sharing: Sharing, state: State) -> Iterator[SlicedDim]:
+    x = event.args[0]
+    tag = state.tag(x)
+    for dim, start, length in _cuts_of(event, x):
+        found = sharing.dim(tag.dims[dim], dim)
+        if found is None or length == x.shape[dim]:
+            continue
+        taken = sharing.dim(_part(tag.dims[dim], start, length), dim)
+        before = sharing.before(tag.dims[dim], start)
+        yield SlicedDim(
+            dim=dim,
+            start=start,
+            length=length,
+            before=ShardedDim(dim=dim, region=found.region, terms=before),
+            taken=taken or ShardedDim(dim=dim, region=found.region, terms=((length, "whole"),)),
+        )
+
+
+def _part(factors: Factors, start: int, length: int) -> Factors:
+    parts = expand(factors)
+    first, rest = parts[0], parts[1:]
+    inner = size_of(rest)
+    if isinstance(first, Axis) and (start // inner, length // inner) in first.cuts:
+        return (first.cuts[start // inner, length // inner], *rest)
+    return (length,)
+
+
+def _cuts_of(event: Event, x: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yields (dim, start, length) of what a slice takes."""
+    if event.name == "narrow":
+        dim, start, length = (argument(event, i, n) for i, n in ((1, "dim"), (2, "start"), (3, "length")))
+        if isinstance(dim, int) and isinstance(start, int) and isinstance(length, int):
+            yield dim % x.dim(), start % x.shape[dim], length
+        return
+    index = event.args[1]
+    entries = list(index) if isinstance(index, tuple) else [index]
+    takes = [0 if entry is None or entry is Ellipsis else 1 for entry in entries]
+    dim = 0
+    for entry, takes_dim in zip(entries, takes):
+        if entry is Ellipsis:
+            dim += x.dim() - sum(takes)
+        elif isinstance(entry, slice):
+            start, end, step = entry.indices(x.shape[dim])
+            if step == 1:
+                yield dim, start, max(end - start, 0)
+        dim += takes_dim
+
+
+def _met(
+    event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: State
+) -> Iterator[MetTensor]:
+    """Yields the whole tensors that an elementwise result, or a mask or bias of attention, takes a share of."""
+    if not any(sharing.is_shared(tensor) for tensor in inputs):
+        return
+    outs = [out for out in results(event) if sharing.is_shared(out)]
+    if not outs:
+        return
+    out = outs[0]
+    shared = {dim.dim - out.dim(): dim for dim in sharing.dims(out)}
+    for position, tensor in enumerate(inputs):
+        if sharing.is_shared(tensor):
+            continue
+        dims = tuple(
+            replace(shared[from_right], dim=from_right)
+            for from_right in shared
+            if -from_right <= tensor.dim() and tensor.shape[from_right] == out.shape[from_right] != 1
+        )
+        needs_gradient = tensor.requires_grad and not state.tag(tensor).weights
+        if dims or needs_gradient:
+            yield MetTensor(position=position, dims=dims, needs_gradient=needs_gradient)
+
+
+def partial_parameters(trace: Trace, sharing: Sharing, state: State) -> tuple[str, ...]:
+    """Returns the whole parameters that meet sharded tensors: each rank sees its share of their gradients."""
+    found: dict[str, None] = {}
+    shared = {name for name, p in trace.parameters.items() if sharing.is_shared(p)}
+    for event in trace.events:
+        inputs = list(tensors_in((event.args, event.kwargs)))
+        if not any(sharing.is_shared(tensor) for tensor in inputs):
+            continue
+        names = {name for tensor in inputs for name in state.tag(tensor).weights} - shared
+        if _is_closing(event, sharing, state):  # its bias is added after the sum over the ranks
+            names = set()
+        found.update(dict.fromkeys(sorted(names)))
+    return tuple(found)
+
+
+def _is_closing(event: Event, sharing: Sharing, state: State) -> bool:
+    """Returns whether a linear layer contracts what is shared, or makes what is shared out of a whole tensor."""
+    if event.name not in _LINEAR:
+        return False
+    return any(sharing.is_shared(t) and state.tag(t).weights for t in tensors_in((event.args, event.kwargs)))
+
+
+def quiet_modules(trace: Trace, calls: Iterable[ShardCall]) -> tuple[str, ...]:
+    """Returns modules inside those of ``calls`` whose own calls of the same functions must not be counted with them."""
+    counted: dict[str, set[str]] = {}
+    for call in calls:
+        counted.setdefault(call.module, set()).add(call.function)
+    found: dict[str, None] = {}
+    for made in trace.calls:
+        if not made.modules or made.modules[-1] in counted:
+            continue
+        around = next((name for name in reversed(made.modules[:-1]) if name in counted), None)
+        if around is not None and made.name in counted[around]:
+            found[made.modules[-1]] = None
+    return tuple(found)
