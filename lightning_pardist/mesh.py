@@ -26,6 +26,8 @@ class Meshes:
     """All axes, outer to inner; size-1 axes included. ``world["data_parallel"]`` is the joint data axis."""
     data_parallel: DeviceMesh
     """1-D mesh of the ranks that read different samples, over the replicate and shard axes."""
+    model: DeviceMesh
+    """1-D mesh of the ranks that together hold one copy of the model: all axes but the replicas."""
     control: ProcessGroup
     """World-wide group for small host messages; on a GPU run these then never wait for device work."""
 
@@ -49,6 +51,11 @@ class Meshes:
         """Process group of ``data_parallel``, for sums over samples."""
         return self.data_parallel.get_group()
 
+    @property
+    def tensor(self) -> DeviceMesh:
+        """1-D mesh of the ranks that share each matrix."""
+        return self.world[axes.TENSOR_PARALLEL]
+
     def sharding(self) -> DeviceMesh:
         """Mesh for fully_shard: 1-D over shards, or 2-D ``(replicate, shard)`` when copies exist."""
         if self.world[axes.DATA_PARALLEL_REPLICATE].size() == 1:
@@ -69,10 +76,12 @@ def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None =
     assert sizes.world_size == dist.get_world_size(), (sizes, dist.get_world_size())
     world = init_device_mesh(device_type, tuple(sizes.as_dict().values()), mesh_dim_names=axes.AXES)
     data_parallel = torch_dist_api.flatten_axes(world, axes.DATA_AXES, name=axes.DATA_PARALLEL)
+    model = torch_dist_api.flatten_axes(world, axes.MODEL_AXES, name=axes.MODEL)
     if timeout is not None:
-        for mesh in (*(world[axis] for axis in axes.AXES), data_parallel):
+        for mesh in (*(world[axis] for axis in axes.AXES), data_parallel, model):
             torch_dist_api.set_group_timeout(mesh.get_group(), timeout)
-    return Meshes(world=world, data_parallel=data_parallel, control=_control_group(device_type, timeout))
+    control = _control_group(device_type, timeout)
+    return Meshes(world=world, data_parallel=data_parallel, model=model, control=control)
 
 
 def private_host_group(meshes: Meshes, timeout_s: float) -> ProcessGroup:

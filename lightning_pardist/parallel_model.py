@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.torch_dist_api import as_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
@@ -20,12 +22,11 @@ ROOT_CALL = "_pardist_root_call"
 """Name of the method on a sharded module that runs a function between the root's hooks."""
 
 
-class HeldScalar:
-    """A parameter without dims under fully_shard.
+class HeldParameter:
+    """A parameter that is a DTensor for the world and a plain tensor for the user's code.
 
-    ``stored`` is what optimizers and checkpoints see: a DTensor, replicated on the sharding mesh, so that one optimizer
-    group holds parameters of one kind. ``local`` is what the user's code computes with, a plain tensor that shares its
-    memory. They change places around every step, as fully_shard does with its sharded and unsharded parameters.
+    ``stored`` is what optimizers and checkpoints see; ``local`` is what the code computes with and shares its memory.
+    They change places around every step, as fully_shard does with its sharded and unsharded parameters.
     """
 
     def __init__(self, owners: list[tuple[nn.Module, str]], stored: nn.Parameter, local: nn.Parameter) -> None:
@@ -47,6 +48,30 @@ class HeldScalar:
             module.register_parameter(name, parameter)
 
 
+class HeldScalar(HeldParameter):
+    """A parameter without dims under fully_shard, which cannot shard it: replicated on the sharding mesh.
+
+    One optimizer group then holds parameters of one kind. Gradients are averaged by us.
+    """
+
+
+class HeldShard(HeldParameter):
+    """A parameter on the tensor axis that fully_shard does not hold: this rank's share of it, or all of it."""
+
+    def take_gradient(self) -> None:
+        """Lets the plain tensor's gradient follow what was done to the DTensor's, which is the same memory or None."""
+        self.local.grad = None if self.stored.grad is None else local_tensor(self.stored.grad)
+
+    def publish_gradient(self) -> None:
+        """Shows the gradient of the plain tensor as the DTensor's."""
+        gradient = self.local.grad
+        if gradient is None:
+            self.stored.grad = None
+        elif self.stored.grad is None or local_tensor(self.stored.grad) is not gradient:
+            assert isinstance(self.stored, DTensor)
+            self.stored.grad = as_dtensor(gradient, self.stored)
+
+
 @dataclass(eq=False)
 class ParallelModel:
     """A module to which a plan was applied.
@@ -62,6 +87,7 @@ class ParallelModel:
     meshes: Meshes | None
     """None on one rank, where there is nothing to talk to."""
     scalars: list[HeldScalar] = field(default_factory=list)
+    shards: list[HeldShard] = field(default_factory=list)
     profile: ModelProfile | None = None
     """What the plan was made from."""
     reducer: DistributedDataParallel | None = None

@@ -152,7 +152,11 @@ class UnitShard(Shard):
         return super().__new__(cls, dim)  # type: ignore[call-arg]  # torch's class takes its dim here
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, UnitShard) and (self.dim, self.stretches) == (other.dim, other.stretches)
+        if isinstance(other, UnitShard):
+            return (self.dim, self.stretches) == (other.dim, other.stretches)
+        # DTensorSpec asks whether each sharded axis has a `Shard` of that dim. The hash differs, so that nothing that
+        # torch remembers about a `Shard` is taken for this one.
+        return type(other) is Shard and self.dim == other.dim
 
     def __hash__(self) -> int:
         return hash((self.dim, self.stretches))
@@ -222,6 +226,34 @@ def whole_tensor(tensor: Tensor) -> Tensor:
         parts = gather_uneven(local, dim, chunk, mesh.get_group(index))
         local = torch.cat(parts, dim).narrow(dim, 0, whole_length)
     return unit.gather(local, mesh.get_group(axis))
+
+
+def held_rows(tensor: Tensor, unit: UnitShard) -> tuple[int, int]:
+    """Returns which part of this rank's units fully_shard has left to it: begin and end along the unit's dim."""
+    assert isinstance(tensor, DTensor)
+    index = tensor.placements.index(unit)
+    mesh = tensor.device_mesh
+    begin, end = 0, unit.local_length(mesh.get_local_rank(index))
+    for axis, placement in enumerate(tensor.placements):
+        if axis != index and not placement.is_replicate() and placement.dim == unit.dim:  # type: ignore[attr-defined]
+            chunk = -(-(end - begin) // mesh.size(axis))
+            start = begin + chunk * mesh.get_local_rank(axis)
+            begin, end = min(start, end), min(start + chunk, end)
+    return begin, end
+
+
+def held_by_several(tensor: Tensor, unit: UnitShard) -> tuple[tuple[int, int, int], ...]:
+    """Returns (start, length, ranks) of the stretches of the local tensor that several ranks of the axis hold."""
+    assert isinstance(tensor, DTensor)
+    begin, end = held_rows(tensor, unit)
+    found, position = [], 0
+    for stretch in unit.stretches[tensor.device_mesh.get_local_rank(tensor.placements.index(unit))]:
+        holders = sum(stretch in held for held in unit.stretches)
+        low, high = max(position, begin), min(position + stretch[1], end)
+        if holders > 1 and low < high:
+            found.append((low - begin, high - low, holders))
+        position += stretch[1]
+    return tuple(found)
 
 
 def compute_on_local_shards(root: nn.Module) -> None:

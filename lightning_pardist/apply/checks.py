@@ -86,7 +86,7 @@ def check_equal_replicas(module: nn.Module, meshes: Meshes) -> None:
         shard = local_tensor(parameter.detach()).contiguous().flatten()
         if shard.numel():
             total += (index + 1) * shard.view(torch.uint8).to(torch.int64).sum().cpu()
-    coordinate = meshes.world["data_parallel_shard"].get_local_rank()
+    coordinate = meshes.model.get_local_rank()
     sums = _gather((coordinate, int(total)), meshes)
     by_shard: dict[int, set[int]] = {}
     for shard_rank, value in sums:

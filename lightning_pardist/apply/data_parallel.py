@@ -19,16 +19,18 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_pardist.apply.materialize import Weights
+from lightning_pardist.apply.tensor_parallel import TensorCutter
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.parallel_model import ROOT_CALL, HeldScalar, ParallelModel
 from lightning_pardist.specs.parallel_plan import PrecisionPlan, ShardUnit
-from lightning_pardist.torch_dist_api import quiet_forward_hooks
+from lightning_pardist.torch_dist_api import compute_on_local_shards, quiet_forward_hooks
 
 
-def shard_units(model: ParallelModel, weights: Weights) -> None:
+def shard_units(model: ParallelModel, weights: Weights, cutter: TensorCutter | None = None) -> None:
     """Shards the units of the plan, inner before outer, and makes the root callable around any of the user's methods.
 
-    Only one unit exists whole at a time: it is materialized, made equal on all ranks, and cut.
+    Only one unit exists whole at a time: it is materialized, made equal on all ranks, and cut; on the tensor axis first,
+    so that fully_shard cuts what a rank of that axis holds.
     """
     plan, module = model.plan.data_parallel, model.module
     assert model.meshes is not None
@@ -38,6 +40,8 @@ def shard_units(model: ParallelModel, weights: Weights) -> None:
         tops = [module.get_submodule(name) for name in unit.modules]
         for top in tops:
             weights.make_ready(top)
+            if cutter is not None:
+                cutter.cut(top)
         fully_shard(
             tops if len(tops) > 1 else tops[0],
             mesh=model.meshes.sharding(),
@@ -46,6 +50,8 @@ def shard_units(model: ParallelModel, weights: Weights) -> None:
             offload_policy=_offload_policy(plan.cpu_offload),
             ignored_params=ignored,
         )
+    if cutter is not None:
+        compute_on_local_shards(module)
     call = _RootCall()
     setattr(module, ROOT_CALL, MethodType(call, module))
     register_fsdp_forward_method(module, ROOT_CALL)

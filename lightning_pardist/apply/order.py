@@ -8,6 +8,7 @@ from torch import nn
 from lightning_pardist.apply.checks import check_equal_replicas, check_same_plan
 from lightning_pardist.apply.data_parallel import hold_scalars, shard_units
 from lightning_pardist.apply.materialize import Weights
+from lightning_pardist.apply.tensor_parallel import TensorCutter
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel, remember
 from lightning_pardist.specs.parallel_plan import ParallelPlan
@@ -31,12 +32,15 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
         check_same_plan(plan, meshes)
     model = ParallelModel(module=module, plan=plan, meshes=meshes)
     weights = Weights(module, device, meshes)
+    cutter = TensorCutter(model) if plan.tensor is not None else None
     if plan.data_parallel.kind == "shard":
         # Scalars first: they live inside units that are about to be sharded, and fully_shard refuses them.
         model.scalars = hold_scalars(model, weights)
-        shard_units(model, weights)
+        shard_units(model, weights, cutter)
     # What no unit held: everything if the model is replicated, else buffers and the parameters of metrics.
     weights.make_ready(module)
+    if cutter is not None and plan.data_parallel.kind != "shard":
+        cutter.cut_and_hold(module)
     if meshes is not None and device.type != "meta":
         check_equal_replicas(module, meshes)
     remember(model)

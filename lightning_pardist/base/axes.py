@@ -26,3 +26,8 @@ DATA_PARALLEL: Final = "data_parallel"
 """The joint axis of replicate and shard: ranks that differ on it read different samples."""
 
 DATA_AXES: Final[tuple[str, ...]] = (DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD)
+
+MODEL: Final = "model"
+"""The joint axis of all but the replicas: ranks that together hold one copy of the model."""
+
+MODEL_AXES: Final[tuple[str, ...]] = (PIPELINE_PARALLEL, DATA_PARALLEL_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL)

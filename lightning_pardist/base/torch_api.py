@@ -38,6 +38,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "as_plain_tensors",
     "current_autograd_node",
     "has_step_post_hooks",
     "next_autograd_sequence_number",
@@ -46,6 +47,7 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
     "without_dispatch_modes",
+    "wrapper_tensor",
     "written_arguments",
 ]
 
@@ -99,3 +101,15 @@ def node_sequence_number(node: Node) -> int:
 def without_dispatch_modes() -> AbstractContextManager[object]:
     """Returns a context in which operators run for real, whatever dispatch modes are active."""
     return _disable_current_modes()
+
+
+def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
+    """Returns a tensor of a subclass that has a shape but no memory of its own; torch's tutorials use this name."""
+    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
+    )
+
+
+def as_plain_tensors() -> AbstractContextManager[object]:
+    """Returns a context in which tensor subclasses do not see calls of torch functions; function modes still do."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -266,9 +266,7 @@ def _cuts_of(event: Event, x: torch.Tensor) -> Iterator[tuple[int, int, int]]:
         dim += takes_dim
 
 
-def _met(
-    event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: State
-) -> Iterator[MetTensor]:
+def _met(event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: State) -> Iterator[MetTensor]:
     """Yields the whole tensors that an elementwise result, or a mask or bias of attention, takes a share of."""
     if not any(sharing.is_shared(tensor) for tensor in inputs):
         return

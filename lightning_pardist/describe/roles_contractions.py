@@ -180,7 +180,8 @@ k_proj_weight v_proj_weight
 @rule("multi_head_attention_forward")
 def _multi_head_attention(state: State, event: Event) -> None:
     given = dict(zip(_MHA.split(), event.args)) | event.kwargs
-    if given["bias_k"] is not None or given["bias_v"] is not None or given["out_proj_weight"].dim() != 2:
+    keys = [given.get(name) for name in ("bias_k", "bias_v", "static_k", "static_v")]
+    if any(key is not None for key in keys) or given["add_zero_attn"] or given["out_proj_weight"].dim() != 2:
         raise NotImplementedError
     width, heads = given["embed_dim_to_check"], given["num_heads"]
     parts = [

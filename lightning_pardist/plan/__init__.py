@@ -5,9 +5,11 @@ from __future__ import annotations
 from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
 from lightning_pardist.plan.report import format_plan
+from lightning_pardist.plan.tensor_costs import profile_on_tensor_axis, tensor_traffic
+from lightning_pardist.plan.tensor_parallel import make_tensor_plan
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 
-__all__ = ["PlanInput", "format_plan", "make_plan", "state_bytes"]
+__all__ = ["PlanInput", "format_plan", "make_plan", "make_tensor_plan", "profile_on_tensor_axis", "state_bytes"]
 
 
 def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = None) -> ParallelPlan:
@@ -21,6 +23,7 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
         ValueError: if the module cannot be spread as asked.
     """
     data_parallel = plan_data_parallel(given)
+    held = profile_on_tensor_axis(given.profile, given.tensor)
     shard_size = given.sizes.data_parallel_shard if data_parallel.kind == "shard" else 1
     return ParallelPlan(
         module_class=given.profile.module_class,
@@ -28,8 +31,12 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
         precision=given.precision,
         data_parallel=data_parallel,
         state_per_rank=state_bytes(
-            given.profile, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
+            held, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
         ),
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
-        traffic=step_traffic(given.profile, data_parallel, given.sizes, given.precision),
+        traffic=(
+            *step_traffic(held, data_parallel, given.sizes, given.precision),
+            *tensor_traffic(given.tensor),
+        ),
+        tensor=given.tensor,
     )

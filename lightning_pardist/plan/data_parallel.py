@@ -10,6 +10,7 @@ from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.module_table import ModuleTable
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, PrecisionPlan, ShardUnit
+from lightning_pardist.specs.tensor_roles import TensorPlan
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,8 @@ class PlanInput:
     precision: PrecisionPlan
     training: bool
     """False for validate, test and predict: no gradients, so frozen modules are fine."""
+    tensor: TensorPlan | None = None
+    """What the tensor axis makes of the module; None if that axis has one rank."""
 
 
 def plan_data_parallel(given: PlanInput) -> DataParallelPlan:

@@ -123,7 +123,9 @@ def _regions_of(call: ShardCall) -> set[int]:
     return {dim.region for dim in dims}
 
 
-def local_shapes(shapes: Mapping[str, tuple[int, ...]], layouts: Iterable[TensorLayout], rank: int) -> dict[str, tuple[int, ...]]:
+def local_shapes(
+    shapes: Mapping[str, tuple[int, ...]], layouts: Iterable[TensorLayout], rank: int
+) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of parameters on one rank of the tensor axis."""
     result = dict(shapes)
     for layout in layouts:

@@ -7,15 +7,18 @@ are taken in fp32 at least, so that the number does not depend on how a low-prec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from lightning_pardist.base import axes
 from lightning_pardist.mesh import Meshes
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dist_api import UnitShard, held_by_several, local_tensor
+
+_COPIED_AXES = (axes.DATA_PARALLEL_SHARD, axes.CONTEXT_PARALLEL, axes.TENSOR_PARALLEL)
+"""Axes on which a gradient that is not sharded is the same on all ranks. Stages hold different parameters."""
 
 
 def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float, meshes: Meshes | None) -> Tensor:
@@ -31,19 +34,14 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float, meshes: 
     """
     if not norm_type > 0:
         raise ValueError(f"the norm type must be positive, got {norm_type}")
-    gradients = [p.grad for p in {id(p): p for p in parameters}.values() if p.grad is not None]
-    sharded = [g for g in gradients if _is_sharded(g)]
-    whole = [g for g in gradients if not _is_sharded(g)]
-    part = _power_sum(sharded, norm_type)
-    if meshes is not None and any(_is_dtensor(g) for g in gradients):
+    counted = {id(p): p for p in parameters}.values()
+    gradients = [p.grad for p in counted if p.grad is not None]
+    part = _power_sum(gradients, norm_type, meshes)
+    if meshes is not None and meshes.model.size() > 1:
         part = part.to(_reduction_device(meshes))
-        group = meshes.world["data_parallel_shard"].get_group()
         op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-        dist.all_reduce(part, op=op, group=group)
-    rest = _power_sum(whole, norm_type).to(part.device)
-    if norm_type == float("inf"):
-        return torch.maximum(part, rest)
-    return (part + rest) ** (1.0 / norm_type)
+        dist.all_reduce(part, op=op, group=meshes.model.get_group())
+    return part if norm_type == float("inf") else part ** (1.0 / norm_type)
 
 
 def clip_by_norm(
@@ -67,24 +65,57 @@ def clip_by_value(parameters: Iterable[nn.Parameter], limit: float) -> None:
             local_tensor(parameter.grad).clamp_(-limit, limit)
 
 
-def _is_dtensor(gradient: Tensor) -> bool:
-    return isinstance(gradient, DTensor)
+def _power_sum(gradients: list[Tensor], norm_type: float, meshes: Meshes | None) -> Tensor:
+    """Returns sum |g|^p over this rank's elements (max |g| for infinity), in fp32 or wider.
+
+    What several ranks hold counts as one over their number on each of them.
+    """
+    by_copies: dict[int, list[Tensor]] = {}
+    for gradient in gradients:
+        for copies, view in _views(gradient, meshes):
+            if view.numel():
+                by_copies.setdefault(copies, []).append(view)
+    device = local_tensor(gradients[0]).device if gradients else torch.device("cpu")
+    total = torch.zeros((), device=device)
+    for copies, views in by_copies.items():
+        wide = [v if v.dtype in (torch.float32, torch.float64) else v.float() for v in views]
+        norm = nn.utils.get_total_norm(wide, norm_type).to(device)
+        if norm_type == float("inf"):
+            total = torch.maximum(total.to(norm.dtype), norm)
+        else:
+            total = total + norm**norm_type / copies
+    return total
 
 
-def _is_sharded(gradient: Tensor) -> bool:
-    return isinstance(gradient, DTensor) and any(not placement.is_replicate() for placement in gradient.placements)
+def _views(gradient: Tensor, meshes: Meshes | None) -> Iterator[tuple[int, Tensor]]:
+    """Yields parts of this rank's gradient with the number of ranks of the model that hold the same."""
+    local = local_tensor(gradient)
+    copies = _copies(gradient, meshes)
+    unit = next((p for p in getattr(gradient, "placements", ()) if isinstance(p, UnitShard)), None)
+    shared = held_by_several(gradient, unit) if unit is not None else ()
+    position = 0
+    for start, length, holders in shared:
+        assert unit is not None
+        yield copies, local.narrow(unit.dim, position, start - position)
+        yield copies * holders, local.narrow(unit.dim, start, length)
+        position = start + length
+    if not shared:
+        yield copies, local
+    elif unit is not None:
+        yield copies, local.narrow(unit.dim, position, local.shape[unit.dim] - position)
 
 
-def _power_sum(gradients: list[Tensor], norm_type: float) -> Tensor:
-    """Returns sum |g|^p over this rank's elements (max |g| for infinity), in fp32 or wider."""
-    locals_ = [local_tensor(g) for g in gradients]
-    locals_ = [g for g in locals_ if g.numel()]
-    if not locals_:
-        device = local_tensor(gradients[0]).device if gradients else torch.device("cpu")
-        return torch.zeros((), device=device)
-    wide = [g if g.dtype in (torch.float32, torch.float64) else g.float() for g in locals_]
-    norm = nn.utils.get_total_norm(wide, norm_type)
-    return norm if norm_type == float("inf") else norm**norm_type
+def _copies(gradient: Tensor, meshes: Meshes | None) -> int:
+    if meshes is None:
+        return 1
+    names = getattr(getattr(gradient, "device_mesh", None), "mesh_dim_names", None) or ()
+    placements = dict(zip(names, getattr(gradient, "placements", ())))
+    total = 1
+    for axis in _COPIED_AXES:
+        placement = placements.get(axis)
+        if placement is None or placement.is_replicate():
+            total *= meshes.world[axis].size()
+    return total
 
 
 def _scale(gradients: list[Tensor], factor: Tensor) -> None:

@@ -24,7 +24,8 @@ def average_gradients(model: ParallelModel, *, agree: bool) -> None:
     """
     assert model.meshes is not None
     group, size = model.meshes.data_parallel_group, model.meshes.data_parallel_size
-    parameters = [p for p in model.module.parameters() if p.requires_grad]
+    shown = [held.local for held in model.shards] or list(model.module.parameters())
+    parameters = [p for p in shown if p.requires_grad]
     have = torch.tensor([p.grad is not None for p in parameters], dtype=torch.uint8)
     if agree:
         dist.all_reduce(have, op=dist.ReduceOp.MAX, group=model.meshes.control)

@@ -15,6 +15,8 @@ from torch.nn.parallel import DistributedDataParallel
 from lightning_pardist import torch_dist_api
 from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
 from lightning_pardist.run.reduce import average_gradients, average_scalars
+from lightning_pardist.run.tensor_gradients import PartialGradients
+from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.run.unused import GradientUse
 
 _T = TypeVar("_T")
@@ -54,16 +56,23 @@ class StepRunner:
         # Manual steps run several backward passes over parts of the module: zeros for the other parts would cost much.
         self._reduces_unused = torch_dist_api.CAN_REDUCE_UNUSED and (looks_for_unused or not manual_optimization)
         self._reduce_unused(self._reduces_unused)
+        has_tensor_axis = model.plan.tensor is not None
+        self._tensor = TensorMode(model) if has_tensor_axis else None
+        self._partial = PartialGradients(model) if has_tensor_axis else None
 
     def forward(self, fn: Callable[[], _T]) -> _T:
         """Returns ``fn()``, run with parameters gathered and gradients to be reduced as the plan says."""
         model = self._model
+        if self._tensor is not None:
+            fn = self._on_tensor_axis(self._tensor, fn)
         if model.kind == "none":
-            return fn()
+            with self._shards_shown():
+                return fn()
         if torch.is_grad_enabled():
             self._follow_trainability()
         if model.kind == "replicate":
-            return self._forward_replicated(fn)
+            with self._shards_shown():
+                return self._forward_replicated(fn)
         self._inside_step = True
         for held in model.scalars:
             held.show_local()
@@ -80,6 +89,31 @@ class StepRunner:
                 # Optimizers ran inside the step; whole copies made before them must not be seen again.
                 self.free_gathered()
 
+    @staticmethod
+    def _on_tensor_axis(mode: TensorMode, fn: Callable[[], _T]) -> Callable[[], _T]:
+        def run() -> _T:
+            with mode.step():
+                return fn()
+
+        return run
+
+    @contextmanager
+    def _shards_shown(self) -> Iterator[None]:
+        """Lets the user's code see plain tensors where fully_shard does not see to it."""
+        shards, outer = self._model.shards, self._inside_step
+        if not shards:
+            yield
+            return
+        for held in shards:
+            held.show_local()
+        self._inside_step = True
+        try:
+            yield
+        finally:
+            self._inside_step = outer
+            for held in shards:
+                held.show_stored()
+
     def loss_to_backward(self, loss: Tensor) -> Tensor:
         """Returns the loss with the root's backward hooks attached.
 
@@ -88,6 +122,10 @@ class StepRunner:
         """
         if self._use is not None:
             self._use.before_backward()
+        for held in self._model.shards:
+            held.take_gradient()  # here, for Lightning sets gradients to None between step and backward
+        if self._partial is not None:
+            self._partial.before_backward()
         if self._manual and self._model.kind == "shard":
             return cast(Tensor, getattr(self._model.module, ROOT_CALL)(lambda: loss))
         return loss
@@ -98,10 +136,14 @@ class StepRunner:
         self._pending = not self._sync
         if model.kind == "replicate" and self._manual and self._sync:
             average_gradients(model, agree=True)
+        for shard in model.shards:
+            shard.publish_gradient()
         if model.kind == "shard" and self._sync:
             average_scalars(model)
             if self._use is not None:
                 self._use.end_window()
+        if self._partial is not None and self._sync:
+            self._partial.end_window()
         if self._inside_step:
             self._gather_root()
 
@@ -129,6 +171,8 @@ class StepRunner:
                     self._use.end_window()
         elif model.kind == "replicate" and flush:
             average_gradients(model, agree=False)
+        if flush and self._partial is not None:
+            self._partial.end_window()
 
     def _backward_of_nothing(self, *, reduce_partial_sums: bool) -> None:
         """Lets torch's final callback free what is gathered and reduce the whole gradients that have accumulated.
@@ -234,6 +278,8 @@ class StepRunner:
 
     def _follow_trainability(self) -> None:
         """Notices parameters that were frozen or unfrozen since the last step, as finetuning callbacks do."""
+        for held in self._model.shards:
+            held.local.requires_grad_(held.stored.requires_grad)
         now = self._trainability()
         if now == self._trainable:
             return

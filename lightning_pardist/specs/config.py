@@ -13,7 +13,7 @@ from lightning_pardist.base.errors import message
 Size = int | Literal["auto"]
 """Ranks along a mesh axis; ``"auto"`` takes what the other axes leave."""
 
-AVAILABLE_AXES = frozenset({axes.DATA_PARALLEL_REPLICATE, axes.DATA_PARALLEL_SHARD})
+AVAILABLE_AXES = frozenset({axes.DATA_PARALLEL_REPLICATE, axes.DATA_PARALLEL_SHARD, axes.TENSOR_PARALLEL})
 """Axes this version can spread a model over. The others have their place on the mesh and must be of size 1."""
 
 
@@ -96,10 +96,11 @@ class ParallelConfig:
         if missing:
             raise ValueError(
                 message(
-                    "This version spreads a model over the data axes only; every other axis must be of size 1.",
+                    "This version spreads a model over the data axes and the tensor axis; every other axis must be of size 1.",
                     got=", ".join(f"{name}={size}" for name, size in missing.items()),
                     source="the strategy's arguments",
-                    change="leave these sizes at 1 and use data_parallel_replicate_size and data_parallel_shard_size",
+                    change="leave these sizes at 1 and use data_parallel_replicate_size, data_parallel_shard_size and "
+                    "tensor_parallel_size",
                 )
             )
 

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lightning_pardist.specs.config import AxisSizes
+from lightning_pardist.specs.tensor_roles import TensorPlan
 
 DataParallelKind = Literal["none", "replicate", "shard"]
 
@@ -96,6 +97,8 @@ class ParallelPlan:
     """Of the rank that holds most."""
     state_one_process: StateBytes
     traffic: tuple[Traffic, ...]
+    tensor: TensorPlan | None = None
+    """None if the tensor axis has one rank."""
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain containers and words, fit for JSON."""

@@ -247,16 +247,14 @@ class TensorLayout:
         """True if the ranks hold equal parts, one after another, as ``Shard(dim)`` means."""
         size = len(self.stretches)
         part = self.length // size
-        return all(held == ((rank * part, part),) for rank, held in enumerate(self.stretches)) and part * size == self.length
+        return (
+            all(held == ((rank * part, part),) for rank, held in enumerate(self.stretches))
+            and part * size == self.length
+        )
 
     def local_length(self, rank: int) -> int:
         """Returns how long the dim is on a rank."""
         return sum(length for _, length in self.stretches[rank])
-
-    def shared_with(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Returns those of the rank's stretches that other ranks hold too."""
-        others = {stretch for other, held in enumerate(self.stretches) if other != rank for stretch in held}
-        return tuple(stretch for stretch in self.stretches[rank] if stretch in others)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -278,7 +276,8 @@ class TensorPlan:
     quiet_modules: tuple[str, ...] = ()
     partial_parameters: tuple[str, ...] = ()
     """Whole parameters whose gradient is a sum over the ranks."""
-    sequence_parallel: bool = False
+    exchanges: tuple[int, ...] = ()
+    """Bytes of every all-reduce of a forward and backward pass, for the described batch."""
 
     def role_of(self, name: str) -> TensorRole:
         """Returns the role of a weight by its name."""

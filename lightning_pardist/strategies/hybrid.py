@@ -121,7 +121,8 @@ class HybridStrategy(CheckpointHooks):
         )
         self._norm_type = check_norm_type(gradient_clip_norm_type)
         refuse_checkpoint_io(checkpoint_io)
-        refuse_options(tensor=tensor, pipeline=pipeline)
+        refuse_options(pipeline=pipeline)
+        self._tensor_options = tensor or TensorOptions()
         super().__init__(
             config,
             accelerator,
@@ -208,6 +209,7 @@ class HybridStrategy(CheckpointHooks):
             layer_sync=self._layer_sync is not None,
             sample_batch=self._sample_batch,
             loaders=self._train_loaders if fitting else None,
+            tensor=self._tensor_options,
         )
         is_new = self._parallel_model is None or self._parallel_model.module is not module
         self._parallel_model = spread(module, request)

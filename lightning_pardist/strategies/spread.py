@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from lightning.pytorch import LightningModule
@@ -15,19 +16,30 @@ from lightning_pardist.apply import apply_plan, check_modules, convert_batch_nor
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.log import get_logger
 from lightning_pardist.describe import module_tree_profile, profile_model
+from lightning_pardist.describe.linear_roles import derive_roles
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel, recall
-from lightning_pardist.plan import PlanInput, format_plan, make_plan, state_bytes
+from lightning_pardist.plan import (
+    PlanInput,
+    format_plan,
+    make_plan,
+    make_tensor_plan,
+    profile_on_tensor_axis,
+    state_bytes,
+)
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
+from lightning_pardist.specs.options import TensorOptions
+from lightning_pardist.specs.tensor_roles import TensorPlan
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample, find_sample
 
 log = get_logger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +54,7 @@ class SpreadRequest:
     sample_batch: Any
     loaders: lightning_api.TrainLoaders | None
     """None outside fit."""
+    tensor: TensorOptions
 
     @property
     def sizes(self) -> AxisSizes:
@@ -64,7 +77,9 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
         return earlier
     check_modules(module, request.meshes)
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
-    profile = _describe(module, find_sample(module, request.loaders, request.sample_batch), request)
+    sample = find_sample(module, request.loaders, request.sample_batch)
+    profile = _on_first_rank(lambda: _profile(module, sample, request), request.meshes)
+    tensor = plan_tensor_axis(module, sample, request) if request.sizes.tensor_parallel > 1 else None
     if request.layer_sync and request.meshes is not None:
         # After describing: the fake run knows no process groups. Names and parameters stay the same.
         convert_batch_norms(module, request.meshes)
@@ -77,6 +92,7 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
             sizes=request.sizes,
             precision=precision_plan(request.precision, sharded=sharded),
             training=training,
+            tensor=tensor,
         )
     )
     model = apply_plan(module, plan, request.meshes, request.device)
@@ -96,7 +112,10 @@ def announce(model: ParallelModel, optimizers: list[Optimizer]) -> None:
         plan = replace(
             plan,
             state_per_rank=state_bytes(
-                model.profile, shard_size, per_element, whole=plan.data_parallel.ignored_parameters
+                profile_on_tensor_axis(model.profile, plan.tensor),
+                shard_size,
+                per_element,
+                whole=plan.data_parallel.ignored_parameters,
             ),
             state_one_process=state_bytes(model.profile, 1, per_element),
         )
@@ -104,19 +123,59 @@ def announce(model: ParallelModel, optimizers: list[Optimizer]) -> None:
     print(format_plan(plan), flush=True)
 
 
-def _describe(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:
+def _on_first_rank(describe: Callable[[], _T], meshes: Meshes | None) -> _T:
     """Rank 0 describes for all: one fake run, one plan."""
-    found: ModelProfile | Exception | None = None
-    if request.meshes is None or torch.distributed.get_rank() == 0:
+    found: _T | Exception | None = None
+    if meshes is None or torch.distributed.get_rank() == 0:
         try:
-            found = _profile(module, sample, request)
+            found = describe()
         except Exception as error:  # every rank must hear of it
             found = error
-    first = gather_objects(found, request.meshes)[0]
+    first = gather_objects(found, meshes)[0]
     if isinstance(first, Exception):
         raise first
     assert first is not None
     return first
+
+
+def plan_tensor_axis(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> TensorPlan:
+    """Returns the plan of the tensor axis, the same on all ranks.
+
+    Raises:
+        ValueError: on all ranks, if no plan can be derived, or it would shard nothing.
+    """
+    size, options = request.sizes.tensor_parallel, request.tensor
+    own = getattr(module, "tensor_parallel_plan", None)
+    words = own() if callable(own) else None
+
+    def derive() -> TensorPlan:
+        if sample is None:
+            raise ValueError(
+                message(
+                    "A tensor-parallel plan is derived from one step of the module, which needs a batch.",
+                    got="no training data, no example_input_array, no sample_batch",
+                    source=f"{type(module).__name__} and the strategy's arguments",
+                    change="give HybridStrategy(sample_batch=...) or set self.example_input_array",
+                )
+            )
+        batch = request.precision.convert_input(sample.batch)
+        with lightning_api.transfer_hooks_of_data_module(module):
+            roles = derive_roles(module, batch, entry=sample.entry, device=request.device)
+        return make_tensor_plan(roles, size=size, explicit=options.plan, module_plan=words)
+
+    plan = _on_first_rank(derive, request.meshes)
+    if plan.is_empty:
+        reasons = [f"{entry.pattern}: {entry.note}" for entry in plan.entries if entry.note]
+        raise ValueError(
+            message(
+                "A tensor axis needs linear layers that open and close a region; none was found.",
+                got="; ".join(reasons[:4]) or f"{type(module).__name__} has no linear layer in its step",
+                source="the flow of data through the module's own step",
+                change="use strategy='pardist_fsdp', which shards any parameter, or name layers with "
+                "TensorOptions(plan={'blocks.*.up': 'column', 'blocks.*.down': 'row'})",
+            )
+        )
+    return plan
 
 
 def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:

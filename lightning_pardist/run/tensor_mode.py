@@ -1,0 +1,309 @@
+"""Lets the module's own code run on this rank's share of its matrices.
+
+A function mode sees every call of a torch function during a step. A linear layer whose weight opens a region gets its
+input ready for use by all ranks; one that closes a region sums its output over the ranks; everything between computes
+on local tensors as it is, and calls that speak of whole sizes are answered with local ones. Weights are known by
+identity, so ``F.linear``, ``addmm``, ``einsum`` and ``x @ w.t()`` are one case.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.overrides import TorchFunctionMode
+
+from lightning_pardist import torch_dist_api
+from lightning_pardist.base.function_names import function_name
+from lightning_pardist.parallel_model import ParallelModel
+from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
+from lightning_pardist.run.tensor_ops import copy_to_ranks, sum_over_ranks
+from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
+from lightning_pardist.run.whole_sizes import WholeSizes
+from lightning_pardist.specs.tensor_roles import ShardCall, TensorLayout, TensorPlan, TensorRole
+
+_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
+_BIASED = frozenset(["addmm", "baddbmm"])
+_INPUTS_KEPT = 4
+"""Inputs of open regions whose copy is shared by all layers that open one (queries, keys and values; gate and up)."""
+
+
+@dataclass(frozen=True)
+class Use:
+    """A sharded weight, or what was made of it."""
+
+    role: TensorRole
+    layout: TensorLayout
+
+
+@dataclass
+class _Scope:
+    """One running forward of a module whose calls are counted."""
+
+    calls: dict[tuple[str, int], ShardCall]
+    names: frozenset[str]
+    counts: dict[str, int] = field(default_factory=dict)
+
+
+class TensorMode(TorchFunctionMode):
+    """Active in every step of a module on the tensor axis."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        super().__init__()
+        plan = model.plan.tensor
+        assert plan is not None and model.meshes is not None
+        self._plan: TensorPlan = plan
+        self._model = model
+        self._group = model.meshes.tensor.get_group()
+        self._rank = int(model.meshes.tensor.get_local_rank())
+        self._whole_sizes = WholeSizes(plan.shares, self._rank, self._group)
+        self._weights: dict[int, Use] = {}
+        self._made: list[Tensor] = []
+        """Keeps what was made of weights in this step, for it is known by identity."""
+        self._inputs: list[tuple[Tensor, Tensor]] = []
+        self._names: dict[Any, str] = {}
+        self._running = threading.local()
+        self._know_weights()
+        self._install_scopes()
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------
+
+    def _know_weights(self) -> None:
+        layouts = {layout.parameter: layout for layout in self._plan.layouts}
+        uses = {name: Use(role, layouts[name]) for name, role in self._plan.uses}
+        stored = {id(p): uses[n] for n, p in self._model.module.named_parameters(remove_duplicate=False) if n in uses}
+        for held in self._model.shards:
+            if id(held.stored) in stored:
+                self._weights[id(held.local)] = stored[id(held.stored)]
+        self._unknown = {}
+        for record in torch_dist_api.fsdp_parameters(self._model.module) if self._model.kind == "shard" else ():
+            if id(record.sharded_param) in stored:
+                self._unknown[id(record)] = (record, stored[id(record.sharded_param)])
+        if self._unknown:
+            for module in self._model.module.modules():
+                if isinstance(module, FSDPModule):
+                    module.register_forward_pre_hook(lambda *_: self._know_gathered())
+
+    def _know_gathered(self) -> None:
+        """Notes parameters that fully_shard has gathered for the first time; the objects stay the same from then on."""
+        for key, (record, use) in list(self._unknown.items()):
+            whole = torch_dist_api.whole_parameter(record)
+            if whole is not None:
+                self._weights[id(whole)] = use
+                del self._unknown[key]
+
+    def _install_scopes(self) -> None:
+        by_module: dict[str, dict[tuple[str, int], ShardCall]] = {}
+        for call in self._plan.calls:
+            by_module.setdefault(call.module, {})[call.function, call.ordinal] = call
+        for name, calls in by_module.items():
+            names = frozenset(function for function, _ in calls)
+            self._watch(self._model.module.get_submodule(name), calls, names)
+        for name in self._plan.quiet_modules:
+            self._watch(self._model.module.get_submodule(name), {}, frozenset())
+        profile = self._model.profile
+        for block in profile.blocks() if profile is not None else ():
+            if block.name not in by_module:
+                self._watch(self._model.module.get_submodule(block.name), {}, frozenset())
+
+    def _watch(self, module: nn.Module, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
+        def enter(*_: Any) -> None:
+            state = self._state()
+            # A block that is recomputed in the backward pass runs outside the step, perhaps in a thread of autograd's.
+            is_outermost = state["depth"] == 0
+            state["scopes"].append((_Scope(calls, names), is_outermost))
+            if is_outermost:
+                state["depth"] += 1
+                self.__enter__()
+
+        def leave(*_: Any) -> None:
+            state = self._state()
+            if state["scopes"]:
+                _, is_outermost = state["scopes"].pop()
+                if is_outermost:
+                    state["depth"] -= 1
+                    self.__exit__(None, None, None)
+
+        module.register_forward_pre_hook(enter)
+        module.register_forward_hook(leave, always_call=True)
+
+    def _state(self) -> dict[str, Any]:
+        if not hasattr(self._running, "state"):
+            self._running.state = {"depth": 0, "scopes": []}
+        state: dict[str, Any] = self._running.state
+        return state
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Is active in this context."""
+        state = self._state()
+        state["depth"] += 1
+        before = state["scopes"]
+        state["scopes"] = []
+        self._know_gathered()
+        try:
+            with self:
+                yield
+        finally:
+            state["depth"] -= 1
+            state["scopes"] = before
+            self._inputs.clear()
+            for tensor in self._made:
+                self._weights.pop(id(tensor), None)
+            self._made.clear()
+
+    # ---- calls -------------------------------------------------------------------------------------------------------
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__iter__ and not isinstance(args[0], VocabularyShards):
+            return iter(self.__torch_function__(torch.unbind, types, args))
+        name = self._names.get(func)
+        if name is None:
+            name = self._names[func] = function_name(func)
+        call = self._counted(name)
+        if name in _LINEAR:
+            found = self._weight_of(args, kwargs)
+            if found is not None:
+                return self._linear(name, func, args, dict(kwargs), found)
+        elif name == "embedding":
+            table = args[1] if len(args) > 1 else kwargs["weight"]
+            use = self._weights.get(id(table))
+            if use is not None and use.role == "vocab":
+                return self._look_up(func, args, kwargs, use)
+        elif name == "multi_head_attention_forward":
+            return self._attention(func, args, kwargs)
+        out = func(*args, **kwargs) if call is None else self._whole_sizes.run(call, func, tuple(args), kwargs)
+        if self._weights and args and isinstance(args[0], Tensor):
+            self._follow(args[0], out)
+        return out
+
+    def _counted(self, name: str) -> ShardCall | None:
+        scopes = self._state()["scopes"]
+        if not scopes:
+            return None
+        scope = scopes[-1][0]
+        if name not in scope.names:
+            return None
+        ordinal = scope.counts.get(name, 0)
+        scope.counts[name] = ordinal + 1
+        call: ShardCall | None = scope.calls.get((name, ordinal))
+        return call
+
+    def _weight_of(self, args: Any, kwargs: Any) -> Use | None:
+        for item in (*args, *kwargs.values()):
+            for tensor in item if isinstance(item, (tuple, list)) else (item,):
+                use = self._weights.get(id(tensor))
+                if use is not None:
+                    return use
+        return None
+
+    def _follow(self, source: Tensor, out: Any) -> None:
+        """Notes what is made of a sharded weight (its transpose, a part of it) as that weight."""
+        use = self._weights.get(id(source))
+        if use is None:
+            return
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and tensor.dim() >= 2 and id(tensor) not in self._weights:
+                self._weights[id(tensor)] = use
+                self._made.append(tensor)
+
+    # ---- linear layers -----------------------------------------------------------------------------------------------
+
+    def _linear(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], use: Use) -> Tensor:
+        if use.role == "row":
+            return self._close(name, func, args, kwargs)
+        biases = {"linear": (2,), "addmm": (0,), "baddbmm": (0,)}.get(name, ())
+        args = tuple(item if i in biases else self._opened(item) for i, item in enumerate(args))
+        kwargs = {key: item if key == "bias" else self._opened(item) for key, item in kwargs.items()}
+        args, kwargs = self._with_local_bias(name, args, kwargs, use)
+        out: Tensor = func(*args, **kwargs)
+        return out if use.role != "vocab" else VocabularyShards.wrap(out, self._vocabulary(use))
+
+    def _opened(self, item: Any) -> Any:
+        """Returns an activation ready for use by all ranks; weights and everything else as they are."""
+        if isinstance(item, (tuple, list)):
+            return type(item)([self._opened(part) for part in item])
+        is_activation = isinstance(item, Tensor) and item.requires_grad and not isinstance(item, nn.Parameter)
+        if not is_activation or id(item) in self._weights or not torch.is_grad_enabled():
+            return item
+        for given, copied in self._inputs:
+            if given is item:
+                return copied
+        copied = copy_to_ranks(item, self._group)
+        self._inputs = [*self._inputs[1 - _INPUTS_KEPT :], (item, copied)]
+        return copied
+
+    def _with_local_bias(self, name: str, args: Any, kwargs: dict[str, Any], use: Use) -> tuple[Any, dict[str, Any]]:
+        """Cuts a bias that is whole on every rank where the plan shards the weight alone."""
+        lengths = use.layout.length, use.layout.local_length(self._rank)
+
+        def cut(bias: Any) -> Any:
+            if (
+                not isinstance(bias, Tensor)
+                or bias.dim() != 1
+                or bias.shape[0] != lengths[0]
+                or lengths[0] == lengths[1]
+            ):
+                return bias
+            return torch.cat([bias[start : start + length] for start, length in use.layout.stretches[self._rank]])
+
+        if name == "linear" and len(args) > 2:
+            return (*args[:2], cut(args[2])), kwargs
+        if name in _BIASED:
+            return (cut(args[0]), *args[1:]), kwargs
+        return args, {key: cut(item) if key == "bias" else item for key, item in kwargs.items()}
+
+    def _close(self, name: str, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Returns the output summed over the ranks; the bias is added once, after the sum."""
+        bias = None
+        if name == "linear":
+            bias = args[2] if len(args) > 2 else kwargs.pop("bias", None)
+            out = func(*args[:2], **kwargs)
+        elif name in _BIASED:
+            beta, alpha = kwargs.get("beta", 1), kwargs.get("alpha", 1)
+            bias = args[0] if beta == 1 else beta * args[0]
+            out = torch.matmul(args[1], args[2])
+            out = out if alpha == 1 else alpha * out
+        else:
+            out = func(*args, **kwargs)
+        out = sum_over_ranks(out, self._group)
+        return out if bias is None else out + bias
+
+    # ---- vocabulary --------------------------------------------------------------------------------------------------
+
+    def _vocabulary(self, use: Use) -> Vocabulary:
+        size = dist.get_world_size(self._group)
+        lengths = tuple(use.layout.local_length(rank) for rank in range(size))
+        return Vocabulary(lengths, self._rank, self._group)
+
+    def _look_up(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], use: Use) -> Tensor:
+        names = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
+        given = dict(zip(names, args)) | kwargs
+        return look_up(given.pop("input"), given.pop("weight"), self._vocabulary(use), func, **given)
+
+    # ---- attention as one function -----------------------------------------------------------------------------------
+
+    def _attention(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        given = attention_arguments(args, kwargs)
+        weight = given["in_proj_weight"] if not given["use_separate_proj_weight"] else given["q_proj_weight"]
+        use = self._weights.get(id(weight))
+        if use is None:
+            return func(*args, **kwargs)
+        return attend_with_own_heads(given, use.layout, self._rank, self)
+
+    def opened(self, tensor: Tensor) -> Tensor:
+        """Returns an activation that a region is opened with."""
+        result: Tensor = self._opened(tensor)
+        return result
+
+    def closed(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks of what a region ends with."""
+        return sum_over_ranks(tensor, self._group)

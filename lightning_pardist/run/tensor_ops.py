@@ -1,0 +1,95 @@
+"""Collectives of the tensor axis that autograd knows: each is the other's gradient."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def copy_to_ranks(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns a whole tensor for use on every rank's share; its gradient is summed over the ranks."""
+    return _CopyToRanks.apply(tensor, group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
+
+
+def sum_over_ranks(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns the sum of every rank's part, whole on all of them; the parts' gradient is that of the sum.
+
+    The part itself becomes the sum: it must be nobody else's, such as the result of a matmul.
+    """
+    return _SumOverRanks.apply(tensor, group)
+
+
+def gather_from_ranks(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    """Returns every rank's part side by side; each part's gradient is cut from that of the whole.
+
+    Args:
+        tensor: this rank's part.
+        dim: where the parts lie side by side.
+        lengths: of every rank's part along ``dim``.
+        group: the tensor axis.
+    """
+    return _GatherFromRanks.apply(tensor, dim, lengths, group)
+
+
+class _CopyToRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return summed(gradient, ctx.group), None
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        if not tensor.is_contiguous():
+            return summed(tensor, group)
+        dist.all_reduce(tensor, group=group)
+        ctx.mark_dirty(tensor)
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _GatherFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:
+        rank = dist.get_rank(group)
+        ctx.cut = dim, sum(lengths[:rank]), lengths[rank]
+        return gathered(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient.narrow(*ctx.cut).contiguous(), None, None, None
+
+
+def summed(tensor: Tensor, group: ProcessGroup) -> Tensor:
+    """Returns the sum over ranks as a new tensor."""
+    total = tensor.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total, group=group)
+    return total
+
+
+def gathered(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    """Returns every rank's part side by side; parts may differ in length."""
+    size, longest = len(lengths), max(lengths)
+    moved = tensor.movedim(dim, 0)
+    part = moved.new_zeros((longest, *moved.shape[1:])) if moved.shape[0] != longest else moved.contiguous()
+    if moved.shape[0] != longest:
+        part[: moved.shape[0]] = moved
+    out = part.new_empty((size * longest, *part.shape[1:]))
+    dist.all_gather_into_tensor(out, part, group=group)
+    if min(lengths) != longest:
+        out = torch.cat([out[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)])
+    return out.movedim(0, dim)

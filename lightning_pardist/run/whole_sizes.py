@@ -1,0 +1,214 @@
+"""Answers calls that speak of whole sizes with this rank's; see [Note: whole sizes] in describe/roles_calls.py."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_pardist.run.tensor_ops import copy_to_ranks
+from lightning_pardist.specs.tensor_roles import MetTensor, RegionShare, ShardCall, ShardedDim
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+class WholeSizes:
+    """What a rank of the tensor axis makes of such calls."""
+
+    def __init__(self, shares: Sequence[RegionShare | None], rank: int, group: Any) -> None:
+        self._shares = shares
+        self._rank = rank
+        self._group = group
+
+    def run(self, call: ShardCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the call gives on this rank's share."""
+        if call.met:
+            args, kwargs = self._meet(call.met, args, kwargs)
+        if call.sizes:
+            args, kwargs = self._sized(call, args, kwargs)
+        elif call.split:
+            return self._split(call, func, args, kwargs)
+        elif call.slices:
+            args, kwargs = self._sliced(call, args, kwargs)
+        elif call.times is not None:
+            args, kwargs = self._repeated(call.times, args, kwargs)
+        if call.is_random and _draws(call.function, args, kwargs):
+            with numbers_of_rank(self._rank, args[0].device):
+                return func(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def _share(self, dim: ShardedDim) -> RegionShare:
+        share = self._shares[dim.region]
+        assert share is not None
+        return share
+
+    def _local(self, dim: ShardedDim, whole: int) -> int:
+        """Returns this rank's part of a whole size, which is a multiple of the dim's period."""
+        return whole // dim.period * self._share(dim).local_size(dim, self._rank)
+
+    # ---- sizes of the result ---------------------------------------------------------------------------------------
+
+    def _sized(self, call: ShardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        x, skipped = args[0], 1
+        offset = 0
+        if call.function == "unflatten":
+            offset, skipped = args[1] % x.dim(), 2
+        if len(args) > skipped:
+            key, given = None, args[skipped:]
+        else:
+            key = next(name for name in ("shape", "size", "sizes") if name in kwargs)
+            given = (kwargs[key],)
+        is_list = len(given) == 1 and isinstance(given[0], (tuple, list))
+        sizes = list(given[0] if is_list else given)
+        if not self._asks_for_whole(call, x, sizes, offset):
+            return args, kwargs
+        for dim in call.sizes:
+            index = dim.dim - offset
+            if 0 <= index < len(sizes) and sizes[index] != -1 and sizes[index] % dim.period == 0:
+                sizes[index] = self._size(call, x, dim, sizes[index], len(sizes))
+        if key is not None:
+            return args, {**kwargs, key: tuple(sizes)}
+        return (*args[:skipped], tuple(sizes)), kwargs
+
+    def _size(self, call: ShardCall, x: Tensor, dim: ShardedDim, whole: int, ndim: int) -> int:
+        local = self._local(dim, whole)
+        if call.function in ("expand", "broadcast_to"):
+            index = dim.dim - ndim + x.dim()
+            if index >= 0 and x.shape[index] == whole != local:  # it was local already
+                return whole
+        return local
+
+    def _asks_for_whole(self, call: ShardCall, x: Tensor, sizes: Sequence[int], offset: int) -> bool:
+        """Returns False for sizes that were taken from local tensors: they hold as many elements as there are."""
+        if call.function in ("expand", "broadcast_to") or -1 in sizes:
+            return True
+        there = x.shape[offset] if call.function == "unflatten" else x.numel()
+        return math.prod(sizes) != there
+
+    # ---- pieces ----------------------------------------------------------------------------------------------------
+
+    def _split(self, call: ShardCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        x, dim = args[0], call.split_dim
+        assert dim is not None
+        lengths = [self._share(piece).local_size(piece, self._rank) for piece in call.split]
+        given = args[1] if len(args) > 1 else next(iter(v for k, v in kwargs.items() if k != "dim"), None)
+        was_local = isinstance(given, (tuple, list)) and sum(given) == x.shape[dim] and call.function != "tensor_split"
+        if was_local or sum(lengths) == 0 or x.shape[dim] % sum(lengths):
+            return func(*args, **kwargs)
+        scale = x.shape[dim] // sum(lengths)
+        return torch.split(x, [length * scale for length in lengths], dim)
+
+    def _sliced(self, call: ShardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        bounds = {}
+        for piece in call.slices:
+            share = self._share(piece.before)
+            start = share.local_size(piece.before, self._rank)
+            bounds[piece.dim] = start, share.local_size(piece.taken, self._rank)
+        if call.function == "narrow":
+            ((start, length),) = bounds.values()
+            return (args[0], call.slices[0].dim, start, length), {}
+        x, index = args
+        entries = list(index) if isinstance(index, tuple) else [index]
+        takes = [0 if entry is None or entry is Ellipsis else 1 for entry in entries]
+        dim = 0
+        for position, (entry, taken) in enumerate(zip(entries, takes)):
+            if entry is Ellipsis:
+                dim += x.dim() - sum(takes)
+            elif isinstance(entry, slice) and dim in bounds:
+                start, length = bounds[dim]
+                entries[position] = slice(start, start + length)
+            dim += taken
+        return (x, tuple(entries)), kwargs
+
+    def _repeated(self, times: ShardedDim, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        local = self._local(times, times.period)
+        if len(args) > 1:
+            return (args[0], local, *args[2:]), kwargs
+        return args, {**kwargs, "repeats": local}
+
+    # ---- whole tensors that meet shares ------------------------------------------------------------------------------
+
+    def _meet(self, met: Sequence[MetTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+        by_position = {tensor.position: tensor for tensor in met}
+        others = [tensor for i, tensor in enumerate(_tensors((args, kwargs))) if i not in by_position]
+        counter = iter(range(1 << 30))
+
+        def changed(tensor: Tensor) -> Tensor:
+            found = by_position.get(next(counter))
+            return tensor if found is None else self._cut(found, tensor, others)
+
+        new_args = tuple(_mapped(changed, item) for item in args)
+        return new_args, {key: _mapped(changed, item) for key, item in kwargs.items()}
+
+    def _cut(self, met: MetTensor, tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
+        if met.needs_gradient:
+            tensor = copy_to_ranks(tensor, self._group)
+        for dim in met.dims:
+            whole = tensor.shape[dim.dim]
+            if whole % dim.period:
+                continue
+            local = self._local(dim, whole)
+            sizes = {other.shape[dim.dim] for other in others if other.dim() >= -dim.dim}
+            if local in sizes and whole not in sizes:
+                tensor = tensor.index_select(dim.dim, self._indices(dim, whole, tensor.device))
+        return tensor
+
+    def _indices(self, dim: ShardedDim, whole: int, device: torch.device) -> Tensor:
+        held = self._share(dim).stretches(dim.terms, self._rank)
+        repeats = whole // dim.period
+        parts = [
+            torch.arange(start + i * dim.period, start + i * dim.period + length, device=device)
+            for i in range(repeats)
+            for start, length in held
+        ]
+        return torch.cat(parts)
+
+
+@contextmanager
+def numbers_of_rank(rank: int, device: torch.device) -> Iterator[None]:
+    """Draws random numbers that differ between ranks, and leaves the generators as they are on all of them.
+
+    Ranks of the tensor axis share one generator state. A number drawn from it seeds each rank's own numbers, so a run
+    can be repeated, resumed and recomputed from the usual states alone.
+    """
+    seed = int(torch.randint(1 << 62, (), device="cpu")) + rank
+    devices = [] if device.type == "cpu" else [device]
+    with torch.random.fork_rng(devices=devices, device_type=device.type if devices else "cuda"):
+        torch.manual_seed(seed)
+        yield
+
+
+def _draws(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Returns whether a call draws any random numbers at all."""
+    if function == "scaled_dot_product_attention":
+        return float(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)) > 0
+    if "dropout" in function:
+        p = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+        training = args[2] if len(args) > 2 else kwargs.get("training", True)
+        return bool(training) and p > 0
+    return True
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _tensors(item)
+
+
+def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, (tuple, list)):
+        return type(value)([_mapped(function, item) for item in value])
+    if isinstance(value, dict):
+        return {key: _mapped(function, item) for key, item in value.items()}
+    return value
