@@ -16,14 +16,18 @@ if TYPE_CHECKING:
     from lightning_pardist.describe import profile_model
     from lightning_pardist.specs.config import ParallelConfig
     from lightning_pardist.specs.model_profile import ModelProfile
+    from lightning_pardist.specs.tensor_options import TensorOptions
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
     from lightning_pardist.strategies.hybrid import HybridStrategy
+    from lightning_pardist.torch_dist_api import whole_tensor
 
 __all__ = [
     "HybridStrategy",
     "ParallelConfig",
     "ModelProfile",
     "profile_model",
+    "TensorOptions",
+    "whole_tensor",
     "data_parallel_rank_and_size",
     "ParallelThroughput",
     "PlanFile",
@@ -35,6 +39,8 @@ _HOME = {
     "ParallelConfig": "lightning_pardist.specs.config",
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
+    "TensorOptions": "lightning_pardist.specs.tensor_options",
+    "whole_tensor": "lightning_pardist.torch_dist_api",
     "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",
     "ParallelThroughput": "lightning_pardist.callbacks",
     "PlanFile": "lightning_pardist.callbacks",

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, find, shard_parts, size_of
 from lightning_pardist.describe.roles_calls import Sharing, partial_parameters, quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
+from lightning_pardist.describe.roles_exchanges import exchanges
 from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
 from lightning_pardist.describe.roles_state import RULES, State, Use
@@ -139,6 +140,7 @@ class _Assembler:
             weights=tuple(weights),
             regions=tuple(self._region(index, classes) for index, classes in enumerate(self._groups)),
             calls=calls,
+            exchanges=tuple(exchanges(self._trace, weights)),
             quiet_modules=quiet_modules(self._trace, calls),
             partial_parameters=partial_parameters(self._trace, self._sharing, self._state),
             unknown_functions=tuple(self._state.unknown),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 
 from lightning_pardist.specs.parallel_plan import ParallelPlan, ShardUnit, StateBytes
+from lightning_pardist.specs.tensor_roles import TensorPlan
 
 _MEANING = {
     "pipeline_parallel": "stages of the block stack",
@@ -20,10 +21,13 @@ def format_plan(plan: ParallelPlan) -> str:
     lines = [f"Plan for {plan.module_class} on {plan.sizes.world_size} rank(s), precision {plan.precision.name}"]
     lines += _section("Mesh (outer to inner)", _mesh_rows(plan))
     lines += _section("Data parallel", _unit_rows(plan))
+    if plan.tensor is not None:
+        lines += _section("Tensor parallel", _tensor_rows(plan.tensor))
     lines += _section("State per rank", _state_rows(plan))
     if plan.traffic:
         lines += _section("Collectives per step", _traffic_rows(plan))
-    lines += [f"  note: {note}" for note in plan.data_parallel.notes]
+    notes = [*plan.data_parallel.notes, *(plan.tensor.notes if plan.tensor is not None else ())]
+    lines += [f"  note: {note}" for note in notes]
     return "\n".join(lines)
 
 
@@ -66,6 +70,14 @@ def _unit_label(unit: ShardUnit) -> str:
     if len(unit.modules) > 1:
         return f"{unit.modules[0]} + {len(unit.modules) - 1} more"
     return ".".join("*" if part.isdigit() else part for part in unit.modules[0].split("."))
+
+
+def _tensor_rows(plan: TensorPlan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for entry in plan.entries:
+        parts = " + ".join(map(str, entry.parts)) if len(entry.parts) > 1 else ""
+        rows.append((f"{len(entry.names)} x", entry.pattern, entry.role, entry.source, entry.heads or parts, entry.note))
+    return rows
 
 
 def _state_rows(plan: ParallelPlan) -> list[tuple[str, ...]]:

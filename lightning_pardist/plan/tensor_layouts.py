@@ -43,14 +43,16 @@ def lay_out(
     shares: list[RegionShare | None] = [None] * len(roles.regions)
     for region in kept:
         shares[region.index] = _share(region, size)
+    used = {weight.parameter for weight, role in decided if role != "replicate"}
     layouts = [*_of_regions(kept, shares, size), *_of_weights(decided, kept, size)]
     return {
         "layouts": tuple({layout.parameter: layout for layout in layouts}.values()),
         "uses": tuple((weight.parameter, role) for weight, role in decided if role != "replicate"),
         "shares": tuple(shares),
         "calls": tuple(call for call in roles.calls if _regions_of(call) <= {region.index for region in kept}),
+        "exchanges": tuple(nbytes for name, nbytes in roles.exchanges if name in used),
         "quiet_modules": roles.quiet_modules,
-        "partial_parameters": roles.partial_parameters,
+        "partial_parameters": (*roles.partial_parameters, *_biases_of_lone_weights(decided, kept)),
     }
 
 
@@ -133,3 +135,9 @@ def local_shapes(
         shape[layout.dim] = layout.local_length(rank)
         result[layout.parameter] = tuple(shape)
     return result
+
+
+def _biases_of_lone_weights(decided: Iterable[tuple[WeightRole, TensorRole]], kept: Iterable[TensorRegion]) -> list[str]:
+    """Returns the names that whole biases of column weights outside regions would have: a rank uses its part only."""
+    known = {parameter.name for region in kept for parameter in region.parameters}
+    return [f"{w.name}.bias" for w, role in decided if role in ("column", "vocab") and w.parameter not in known]

@@ -29,8 +29,8 @@ class ParallelConfig:
     """Copies of the (possibly sharded) model. ``"auto"``: one per node, or what a given shard size leaves."""
     data_parallel_shard_size: Size = "auto"
     """Ranks that share one copy. ``"auto"``: what the other axes leave."""
-    tensor_parallel_size: int = 1
-    """Ranks that share the matrices inside a block."""
+    tensor_parallel_size: Size = 1
+    """Ranks that share the matrices inside a block. ``"auto"``: all ranks of a node."""
     pipeline_parallel_size: int = 1
     """Stages that the block stack is cut into."""
     context_parallel_size: int = 1
@@ -91,12 +91,13 @@ class ParallelConfig:
             "expert_parallel_size": self.expert_parallel_size,
         }
         missing = {
-            name: size for name, size in asked.items() if size > 1 and name.removesuffix("_size") not in AVAILABLE_AXES
+            name: size for name, size in asked.items() if size != 1 and name.removesuffix("_size") not in AVAILABLE_AXES
         }
         if missing:
             raise ValueError(
                 message(
-                    "This version spreads a model over the data axes and the tensor axis; every other axis must be of size 1.",
+                    "This version spreads a model over the data axes and the tensor axis; every other axis must be of "
+                    "size 1.",
                     got=", ".join(f"{name}={size}" for name, size in missing.items()),
                     source="the strategy's arguments",
                     change="leave these sizes at 1 and use data_parallel_replicate_size, data_parallel_shard_size and "
@@ -133,7 +134,8 @@ class ParallelConfig:
         Raises:
             ValueError: if the sizes do not multiply to ``world_size``.
         """
-        model_ranks = self.pipeline_parallel_size * self.context_parallel_size * self.tensor_parallel_size
+        tensor = world_size // num_nodes if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
+        model_ranks = self.pipeline_parallel_size * self.context_parallel_size * tensor
         replicate, shard = self.data_parallel_replicate_size, self.data_parallel_shard_size
         if world_size % model_ranks:
             raise self._wrong_product(world_size)
@@ -155,7 +157,7 @@ class ParallelConfig:
             data_parallel_replicate=replicate,
             data_parallel_shard=shard,
             context_parallel=self.context_parallel_size,
-            tensor_parallel=self.tensor_parallel_size,
+            tensor_parallel=tensor,
         )
 
     def _wrong_product(self, world_size: int) -> ValueError:
@@ -201,7 +203,7 @@ class AxisSizes:
 
 
 _SIZE_FIELDS = tuple(field.name for field in fields(ParallelConfig) if field.name.endswith("_size"))
-_AUTO_FIELDS = ("data_parallel_replicate_size", "data_parallel_shard_size")
+_AUTO_FIELDS = ("data_parallel_replicate_size", "data_parallel_shard_size", "tensor_parallel_size")
 
 
 def _check_size(name: str, value: object, *, auto_allowed: bool) -> None:

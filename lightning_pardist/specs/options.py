@@ -6,23 +6,11 @@ is there, giving its options is refused rather than ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lightning_pardist.base.errors import message
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorOptions:
-    """How the matrices inside a block are shared."""
-
-    plan: Mapping[str, str] | None = None
-    """Module name pattern -> style (``column``, ``row``, ...); None derives the plan from the module's own code."""
-    verify: Literal["probe", "off", "full"] = "probe"
-    """Compare a sharded block with the whole one before training."""
-    sequence_parallel: bool = False
-    """Keep what lies between the shared matrices sharded over the sequence."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +25,7 @@ class PipelineOptions:
     """Parts that a rank's batch is cut into."""
 
 
-def refuse_options(**options: TensorOptions | PipelineOptions | None) -> None:
+def refuse_options(**options: PipelineOptions | None) -> None:
     """Refuses options of parallelisms that this version does not have.
 
     Raises:
@@ -47,7 +35,7 @@ def refuse_options(**options: TensorOptions | PipelineOptions | None) -> None:
     if given:
         raise ValueError(
             message(
-                "This version spreads a model over the data axes only; options of other axes have nothing to act on.",
+                "This version spreads a model over the data and tensor axes; options of other axes have nothing to act on.",
                 got=", ".join(f"{name}={type(options[name]).__name__}(...)" for name in given),
                 source="the strategy's arguments",
                 change="leave these options out",

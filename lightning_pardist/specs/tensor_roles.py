@@ -141,6 +141,8 @@ class TensorRoles:
     regions: tuple[TensorRegion, ...]
     calls: tuple[ShardCall, ...] = ()
     """What the code asks of sharded tensors by their whole sizes."""
+    exchanges: tuple[tuple[str, int], ...] = ()
+    """Parameter and bytes of every all-reduce that sharding it costs in one forward and backward pass."""
     quiet_modules: tuple[str, ...] = ()
     """Modules inside those that make the calls, whose own calls are counted apart."""
     partial_parameters: tuple[str, ...] = ()

@@ -25,8 +25,9 @@ from lightning_pardist.run.buffers import average_statistics_
 from lightning_pardist.run.step import StepRunner
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
-from lightning_pardist.specs.options import PipelineOptions, TensorOptions, refuse_options
+from lightning_pardist.specs.options import PipelineOptions, refuse_options
 from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import (
     agree_on_length,
@@ -38,6 +39,7 @@ from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refus
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
+from lightning_pardist.strategies.peers import check_same_batch, has_peers, share_generators
 from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
 from lightning_pardist.strategies.predictions import gather_in_order
 from lightning_pardist.strategies.refusals import OnNonFinite, check_on_nonfinite, refuse_compiled
@@ -51,7 +53,7 @@ class HybridStrategy(CheckpointHooks):
     Args:
         data_parallel_replicate_size: copies of the model; ``"auto"`` is one per node.
         data_parallel_shard_size: ranks that share one copy; ``"auto"`` is what the other axes leave.
-        tensor_parallel_size: ranks that share each matrix (1 in this version).
+        tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node.
         pipeline_parallel_size: stages of the block stack (1 in this version).
         context_parallel_size: ranks that share one sequence (1 in this version).
         expert_parallel_size: ranks that share the experts (1 in this version).
@@ -65,7 +67,7 @@ class HybridStrategy(CheckpointHooks):
         sample_batch: a batch to describe the module with, if the training data cannot give one.
         print_plan: show the plan as a table at the start, on rank 0.
         checkpoint: how checkpoints are written and checked.
-        tensor: options of tensor parallelism (not in this version).
+        tensor: how the matrices of a block are shared: an own plan, sequence parallel, what is checked.
         pipeline: options of pipeline parallelism (not in this version).
         accelerator: as in Lightning; normally the Trainer's.
         parallel_devices: the devices of this node's ranks; normally the Trainer's.
@@ -85,7 +87,7 @@ class HybridStrategy(CheckpointHooks):
         self,
         data_parallel_replicate_size: Size = "auto",
         data_parallel_shard_size: Size = "auto",
-        tensor_parallel_size: int = 1,
+        tensor_parallel_size: Size = 1,
         pipeline_parallel_size: int = 1,
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
@@ -147,6 +149,7 @@ class HybridStrategy(CheckpointHooks):
         self._undo: list[Callable[[], None]] = []
         self._turns = Turns()
         self._is_dealt = False
+        self._batch_is_checked = True
 
     # ---- what was done ---------------------------------------------------------------------------------------------
 
@@ -218,6 +221,9 @@ class HybridStrategy(CheckpointHooks):
         if fitting:
             self.setup_optimizers(trainer)
             check_optimizers(self.optimizers, self._parallel_model)
+        self._batch_is_checked = not has_peers(self._meshes)
+        if self._meshes is not None and has_peers(self._meshes):
+            share_generators(self._meshes)
         self._keeper.attach(module, self._parallel_model, self.optimizers, self._train_loaders if fitting else None)
         self.setup_precision_plugin()
         if fitting:
@@ -259,6 +265,8 @@ class HybridStrategy(CheckpointHooks):
     @override
     def process_dataloader(self, dataloader: object) -> object:
         trainer = self._trainer()
+        if has_peers(self._meshes):
+            lightning_api.seed_workers_by(dataloader, self.data_parallel_rank)
         if trainer.training and self._train_loaders is not None:
             keep_order(dataloader, self._train_loaders)
             dataloader = self._keeper.restorer.continued(
@@ -285,6 +293,9 @@ class HybridStrategy(CheckpointHooks):
                 return module.training_step(*args, **kwargs)
         assert self._logs is not None
         batch = args[0] if args else next(iter(kwargs.values()), None)
+        if not self._batch_is_checked:
+            check_same_batch(batch, self._meshes)
+            self._batch_is_checked = True
         with self._logs.noting(batch) as noted, self.precision_plugin.train_step_context():
             output = runner.forward(lambda: module.training_step(*args, **kwargs))
         return self._agree_on(output, noted)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import lightning
@@ -20,6 +22,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.optimizer import _optimizers_to_device
 from lightning.fabric.utilities.rank_zero import rank_zero_only as fabric_rank_zero_only
+from lightning.fabric.utilities.seed import pl_worker_init_function
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.core.optimizer import _MockOptimizer
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
@@ -317,3 +320,13 @@ class TerminationWatch:
         if not self.pending and self._trainer.strategy.launcher is not None:
             self._trainer.strategy.launcher.kill(signum)
         self.pending = True
+
+
+def seed_workers_by(dataloader: Any, rank: int) -> None:
+    """Lets Lightning's seeding of loader workers go by the data rank, so that ranks that share samples augment alike.
+
+    Lightning itself goes by the global rank, unless a loader has a ``worker_init_fn``.
+    """
+    asked = int(os.environ.get("PL_SEED_WORKERS", "0"))
+    if asked and hasattr(dataloader, "worker_init_fn") and dataloader.worker_init_fn is None:
+        dataloader.worker_init_fn = partial(pl_worker_init_function, rank=rank)

@@ -18,7 +18,7 @@ class Preset(NamedTuple):
 
     description: str
     """One line, shown by tools that list the registry."""
-    arguments: Mapping[str, int]
+    arguments: Mapping[str, int | str]
     """Keyword arguments of HybridStrategy; everything not named keeps its default."""
 
 
@@ -42,6 +42,10 @@ PRESETS: Mapping[str, Preset] = {
     "pardist_hybrid": Preset(
         "Everything sharded within a node, replicated across nodes (HSDP); on one node sharded over all ranks",
         {"zero_stage": 3},  # sizes "auto": one replica per node
+    ),
+    "pardist_tp": Preset(
+        "Matrices shared over the ranks of a node (tensor parallel), everything sharded over the nodes",
+        {"tensor_parallel_size": "auto", "data_parallel_replicate_size": 1, "zero_stage": 3},
     ),
 }
 

@@ -31,7 +31,7 @@ from lightning_pardist.plan import (
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
-from lightning_pardist.specs.options import TensorOptions
+from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.specs.tensor_roles import TensorPlan
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
