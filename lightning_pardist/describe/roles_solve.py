@@ -13,6 +13,7 @@ from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, 
 from lightning_pardist.describe.roles_calls import Sharing, partial_parameters, quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
 from lightning_pardist.describe.roles_exchanges import exchanges
+from lightning_pardist.describe.roles_probes import region_probes
 from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
 from lightning_pardist.describe.roles_state import RULES, State, Use
@@ -135,10 +136,12 @@ class _Assembler:
         linears = {name: None for name in linears if self._is_weight(name)}
         weights = [self._weight(name, name in linears, vocabulary) for name in {**tables, **linears}]
         calls = tuple(shard_calls(self._trace, self._sharing, self._state))
+        regions = tuple(self._region(index, classes) for index, classes in enumerate(self._groups))
         return TensorRoles(
             module_class=module_class,
             weights=tuple(weights),
-            regions=tuple(self._region(index, classes) for index, classes in enumerate(self._groups)),
+            regions=regions,
+            probes=tuple(region_probes(self._trace, regions, calls)),
             calls=calls,
             exchanges=tuple(exchanges(self._trace, weights)),
             quiet_modules=quiet_modules(self._trace, calls),

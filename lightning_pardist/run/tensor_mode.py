@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist import torch_dist_api
 from lightning_pardist.base.function_names import function_name
@@ -55,13 +55,21 @@ class _Scope:
 class TensorMode(TorchFunctionMode):
     """Active in every step of a module on the tensor axis."""
 
-    def __init__(self, model: ParallelModel) -> None:
+    def __init__(self, model: ParallelModel, *, dry: bool = False) -> None:
+        """Installs itself on the module.
+
+        Args:
+            model: a module that is cut along the tensor axis.
+            dry: exchange nothing, to try whether the code runs on this rank's sizes.
+        """
         super().__init__()
         plan = model.plan.tensor
         assert plan is not None and model.meshes is not None
         self._plan: TensorPlan = plan
         self._model = model
-        self._group = model.meshes.tensor.get_group()
+        self._group = None if dry else model.meshes.tensor.get_group()
+        self._size = plan.size
+        self._handles: list[RemovableHandle] = []
         self._rank = int(model.meshes.tensor.get_local_rank())
         self._whole_sizes = WholeSizes(plan.shares, self._rank, self._group)
         self._weights: dict[int, Use] = {}
@@ -89,7 +97,7 @@ class TensorMode(TorchFunctionMode):
         if self._unknown:
             for module in self._model.module.modules():
                 if isinstance(module, FSDPModule):
-                    module.register_forward_pre_hook(lambda *_: self._know_gathered())
+                    self._handles.append(module.register_forward_pre_hook(lambda *_: self._know_gathered()))
 
     def _know_gathered(self) -> None:
         """Notes parameters that fully_shard has gathered for the first time; the objects stay the same from then on."""
@@ -131,8 +139,13 @@ class TensorMode(TorchFunctionMode):
                     state["depth"] -= 1
                     self.__exit__(None, None, None)
 
-        module.register_forward_pre_hook(enter)
-        module.register_forward_hook(leave, always_call=True)
+        self._handles.append(module.register_forward_pre_hook(enter))
+        self._handles.append(module.register_forward_hook(leave, always_call=True))
+
+    def remove(self) -> None:
+        """Takes its hooks off the module."""
+        for handle in self._handles:
+            handle.remove()
 
     def _state(self) -> dict[str, Any]:
         if not hasattr(self._running, "state"):
@@ -280,8 +293,7 @@ class TensorMode(TorchFunctionMode):
     # ---- vocabulary --------------------------------------------------------------------------------------------------
 
     def _vocabulary(self, use: Use) -> Vocabulary:
-        size = dist.get_world_size(self._group)
-        lengths = tuple(use.layout.local_length(rank) for rank in range(size))
+        lengths = tuple(use.layout.local_length(rank) for rank in range(self._size))
         return Vocabulary(lengths, self._rank, self._group)
 
     def _look_up(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any], use: Use) -> Tensor:

@@ -12,17 +12,22 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-def copy_to_ranks(tensor: Tensor, group: ProcessGroup) -> Tensor:
-    """Returns a whole tensor for use on every rank's share; its gradient is summed over the ranks."""
+def copy_to_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
+    """Returns a whole tensor for use on every rank's share; its gradient is summed over the ranks.
+
+    Without a group nothing is exchanged, here and below: shapes and code are tried on this rank alone.
+    """
+    if group is None:
+        return tensor
     return _CopyToRanks.apply(tensor, group) if torch.is_grad_enabled() and tensor.requires_grad else tensor
 
 
-def sum_over_ranks(tensor: Tensor, group: ProcessGroup) -> Tensor:
+def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Returns the sum of every rank's part, whole on all of them; the parts' gradient is that of the sum.
 
     The part itself becomes the sum: it must be nobody else's, such as the result of a matmul.
     """
-    return _SumOverRanks.apply(tensor, group)
+    return tensor if group is None else _SumOverRanks.apply(tensor, group)
 
 
 def gather_from_ranks(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:

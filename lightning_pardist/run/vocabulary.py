@@ -31,7 +31,8 @@ class Vocabulary:
     lengths: tuple[int, ...]
     """By rank."""
     rank: int
-    group: ProcessGroup
+    group: ProcessGroup | None
+    """None to exchange nothing."""
 
     @property
     def start(self) -> int:

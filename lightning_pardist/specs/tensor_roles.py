@@ -131,6 +131,27 @@ class TensorRegion:
     parameters: tuple[ShardedParameter, ...] = ()
 
 
+@dataclass(frozen=True)
+class TensorLeaf:
+    """Stands for a tensor in the arguments of a call."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegionProbe:
+    """How the smallest module around a region was called, so that it can be tried alone."""
+
+    module: str
+    regions: tuple[int, ...]
+    """All regions inside the module."""
+    args: tuple[Any, ...]
+    """With ``TensorLeaf`` in place of tensors; objects that hold more than plain values are None."""
+    kwargs: dict[str, Any]
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorRoles:
     """Roles derived from how data flows through one forward pass; nothing was looked up by name."""
@@ -151,6 +172,8 @@ class TensorRoles:
     """Functions without a rule that kept something from being sharded."""
     assumptions: tuple[str, ...] = ()
     """What the fake run took for granted."""
+    probes: tuple[RegionProbe, ...] = ()
+    """One for each kind of region that lies inside a module."""
     seconds: float = 0.0
 
     def role_of(self, name: str) -> TensorRole:

@@ -32,11 +32,12 @@ from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.tensor_options import TensorOptions
-from lightning_pardist.specs.tensor_roles import TensorPlan
+from lightning_pardist.specs.tensor_roles import RegionProbe, TensorPlan
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample, find_sample
+from lightning_pardist.strategies.tensor_probe import prove_plan
 
 log = get_logger(__name__)
 _T = TypeVar("_T")
@@ -148,7 +149,7 @@ def plan_tensor_axis(module: LightningModule, sample: Sample | None, request: Sp
     own = getattr(module, "tensor_parallel_plan", None)
     words = own() if callable(own) else None
 
-    def derive() -> TensorPlan:
+    def derive() -> tuple[TensorPlan, tuple[RegionProbe, ...]]:
         if sample is None:
             raise ValueError(
                 message(
@@ -161,9 +162,10 @@ def plan_tensor_axis(module: LightningModule, sample: Sample | None, request: Sp
         batch = request.precision.convert_input(sample.batch)
         with lightning_api.transfer_hooks_of_data_module(module):
             roles = derive_roles(module, batch, entry=sample.entry, device=request.device)
-        return make_tensor_plan(roles, size=size, explicit=options.plan, module_plan=words)
+        plan = make_tensor_plan(roles, size=size, explicit=options.plan, module_plan=words)
+        return plan, roles.probes
 
-    plan = _on_first_rank(derive, request.meshes)
+    plan, probes = _on_first_rank(derive, request.meshes)
     if plan.is_empty:
         reasons = [f"{entry.pattern}: {entry.note}" for entry in plan.entries if entry.note]
         raise ValueError(
@@ -175,7 +177,10 @@ def plan_tensor_axis(module: LightningModule, sample: Sample | None, request: Sp
                 "TensorOptions(plan={'blocks.*.up': 'column', 'blocks.*.down': 'row'})",
             )
         )
-    return plan
+    if options.verify == "off":
+        return plan
+    assert request.meshes is not None
+    return prove_plan(module, plan, probes, request.meshes, request.device)
 
 
 def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:

@@ -1,0 +1,64 @@
+"""How the modules around regions were called in the observed step, so that a region can be tried alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lightning_pardist.base.words import dtype_word
+from lightning_pardist.describe.roles_trace import Trace
+from lightning_pardist.specs.tensor_roles import RegionProbe, ShardCall, TensorLeaf, TensorRegion
+
+
+def region_probes(
+    trace: Trace, regions: Sequence[TensorRegion], calls: Sequence[ShardCall]
+) -> Iterator[RegionProbe]:
+    """Yields one probe for each kind of region: those of like blocks differ in their indices only.
+
+    A region whose parts have no module in common but the root is left out.
+    """
+    owners = {region.index: _owner(region, calls) for region in regions}
+    seen: set[tuple[object, ...]] = set()
+    for region in regions:
+        owner = owners[region.index]
+        inside = tuple(index for index, other in owners.items() if other == owner or other.startswith(owner + "."))
+        kind = (
+            ".".join("*" if part.isdigit() else part for part in owner.split(".")),
+            tuple((p.terms, p.dim) for index in inside for p in regions[index].parameters),
+        )
+        if owner and owner in trace.module_calls and kind not in seen:
+            seen.add(kind)
+            call = trace.module_calls[owner]
+            kwargs = {key: _leaf(item) for key, item in call.kwargs.items()}
+            yield RegionProbe(module=owner, regions=inside, args=tuple(map(_leaf, call.args)), kwargs=kwargs)
+
+
+def _owner(region: TensorRegion, calls: Sequence[ShardCall]) -> str:
+    """Returns the smallest module around all that belongs to a region."""
+    names = [parameter.name.rpartition(".")[0] for parameter in region.parameters]
+    names += [call.module for call in calls if region.index in _regions(call)]
+    common = names[0].split(".") if names and names[0] else []
+    for name in names:
+        parts = name.split(".") if name else []
+        length = next((i for i, (a, b) in enumerate(zip(common, parts)) if a != b), min(len(common), len(parts)))
+        common = common[:length]
+    return ".".join(common)
+
+
+def _regions(call: ShardCall) -> set[int]:
+    dims = [*call.sizes, *call.split, *(s.taken for s in call.slices), *(d for met in call.met for d in met.dims)]
+    return {dim.region for dim in dims} | ({call.times.region} if call.times is not None else set())
+
+
+def _leaf(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return TensorLeaf(tuple(int(size) for size in value.shape), dtype_word(value.dtype), value.requires_grad)
+    if value is None or isinstance(value, (bool, int, float, str)):
+        return value
+    if type(value) in (tuple, list):
+        return type(value)(_leaf(item) for item in value)
+    if isinstance(value, Mapping) and type(value) is dict:
+        return {key: _leaf(item) for key, item in value.items()}
+    return None
