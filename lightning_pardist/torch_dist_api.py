@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -12,7 +13,8 @@ from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING:
@@ -131,12 +133,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
-class UnitShard(Shard):
+class UnitShard(_StridedShard):
     """A dim shared out in stretches that ``Shard`` cannot name: whole heads, fused parts, key-value heads held twice.
 
     Acts on the tensor before the placements of other mesh axes on the same dim, which then cut the local part in equal
-    chunks, as fully_shard does.
+    chunks, as fully_shard does. It is a strided shard to torch, whose caches tell placements apart by dim and factor
+    only: the factor is a number of its own for every set of stretches, and nothing else.
     """
+
+    stretches: tuple[tuple[tuple[int, int], ...], ...]
+
+    def __new__(cls, dim: int, stretches: tuple[tuple[tuple[int, int], ...], ...]) -> UnitShard:
+        return super().__new__(cls, dim, split_factor=_number_of(stretches))
 
     def __init__(self, dim: int, stretches: tuple[tuple[tuple[int, int], ...], ...]) -> None:
         """Names what every rank of the axis holds.
@@ -145,24 +153,19 @@ class UnitShard(Shard):
             dim: the tensor dim.
             stretches: by rank, (start, length) of what it holds of the whole dim, in order.
         """
-        super().__init__(dim)
+        super().__init__(dim, split_factor=_number_of(stretches))
         self.stretches = stretches
 
-    def __new__(cls, dim: int, stretches: object) -> UnitShard:
-        return super().__new__(cls, dim)  # type: ignore[call-arg]  # torch's class takes its dim here
-
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, UnitShard):
-            return (self.dim, self.stretches) == (other.dim, other.stretches)
-        # DTensorSpec asks whether each sharded axis has a `Shard` of that dim. The hash differs, so that nothing that
-        # torch remembers about a `Shard` is taken for this one.
-        return type(other) is Shard and self.dim == other.dim
+        return isinstance(other, UnitShard) and (self.dim, self.stretches) == (other.dim, other.stretches)
 
     def __hash__(self) -> int:
         return hash((self.dim, self.stretches))
 
     def __repr__(self) -> str:
         return f"UnitShard(dim={self.dim}, lengths={[self.local_length(rank) for rank in range(len(self.stretches))]})"
+
+    __str__ = __repr__
 
     def local_length(self, rank: int) -> int:
         """Returns how much of the dim a rank holds."""
@@ -191,6 +194,11 @@ class UnitShard(Shard):
                 whole.narrow(self.dim, start, length).copy_(part.narrow(self.dim, position, length))
                 position += length
         return whole
+
+
+def _number_of(stretches: object) -> int:
+    """Returns a large number that two sets of stretches share only if they are the same, for all practical purposes."""
+    return (1 << 32) + zlib.crc32(repr(stretches).encode())
 
 
 def gather_uneven(local: Tensor, dim: int, longest: int, group: ProcessGroup) -> list[Tensor]:

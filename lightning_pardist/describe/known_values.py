@@ -120,8 +120,11 @@ class KnownValues:
         """Notes the outputs of one operator call as facts if its inputs are, and forgets what it overwrote."""
         written = written_arguments(func, args, kwargs)
         if written:
+            after = self._after_writing(func, args, kwargs, written)
             for tensor in tensors_in(written):
                 self._forget(tensor)
+            if after is not None:
+                self.declare(args[0], after)
             return
         if func.overloadpacket is aten.rand and isinstance(out, torch.Tensor) and out.numel() == 1:
             # One uniform number is drawn to decide something (whether to drop a layer): take the likelier side.
@@ -140,6 +143,20 @@ class KnownValues:
                 fact.func, fact.args, fact.kwargs = func, known_args, known_kwargs
                 fact.index = index if isinstance(out, (tuple, list)) else None
                 self.declare(tensor, fact)
+
+    def _after_writing(self, func: OpOverload, args: Any, kwargs: Any, written: list[Any]) -> Fact | None:
+        """Returns what a tensor holds after an operator on itself (``masked_fill_``) of which everything is known."""
+        target = args[0] if args else None
+        only = isinstance(target, torch.Tensor) and len(written) == 1 and written[0] is target
+        if not only or func.name().split("::")[1].startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags:
+            return None
+        alone = len(self._by_storage.get(storage_key(target), ())) <= 1  # no view of it is left that would change too
+        if not alone or any(self._fact(tensor) is None for tensor in tensors_in((args, kwargs))):
+            return None
+        fact = Fact(numel=target.numel())
+        fact.func = lambda first, *others, **named: func(first.clone(), *others, **named)
+        fact.args, fact.kwargs = _map(self._fact_of_leaf, (tuple(args), _on_cpu(kwargs)))
+        return fact
 
     def _forget(self, written: torch.Tensor) -> None:
         # Every view of the storage changed with it. Facts made from it before hold the old value, as they should.

@@ -32,24 +32,20 @@ def region_probes(
             seen.add(kind)
             call = trace.module_calls[owner]
             kwargs = {key: _leaf(item) for key, item in call.kwargs.items()}
-            yield RegionProbe(module=owner, regions=inside, args=tuple(map(_leaf, call.args)), kwargs=kwargs)
+            names = tuple(p.name for index in inside for p in regions[index].parameters)
+            yield RegionProbe(module=owner, regions=inside, parameters=names, args=tuple(map(_leaf, call.args)), kwargs=kwargs)
 
 
 def _owner(region: TensorRegion, calls: Sequence[ShardCall]) -> str:
     """Returns the smallest module around all that belongs to a region."""
     names = [parameter.name.rpartition(".")[0] for parameter in region.parameters]
-    names += [call.module for call in calls if region.index in _regions(call)]
+    names += [call.module for call in calls if region.index in call.regions]
     common = names[0].split(".") if names and names[0] else []
     for name in names:
         parts = name.split(".") if name else []
         length = next((i for i, (a, b) in enumerate(zip(common, parts)) if a != b), min(len(common), len(parts)))
         common = common[:length]
     return ".".join(common)
-
-
-def _regions(call: ShardCall) -> set[int]:
-    dims = [*call.sizes, *call.split, *(s.taken for s in call.slices), *(d for met in call.met for d in met.dims)]
-    return {dim.region for dim in dims} | ({call.times.region} if call.times is not None else set())
 
 
 def _leaf(value: Any) -> Any:

@@ -8,7 +8,6 @@ from typing import Any
 from lightning_pardist.base.errors import message
 from lightning_pardist.specs.tensor_roles import (
     RegionShare,
-    ShardCall,
     TensorLayout,
     TensorRegion,
     TensorRole,
@@ -49,7 +48,7 @@ def lay_out(
         "layouts": tuple({layout.parameter: layout for layout in layouts}.values()),
         "uses": tuple((weight.parameter, role) for weight, role in decided if role != "replicate"),
         "shares": tuple(shares),
-        "calls": tuple(call for call in roles.calls if _regions_of(call) <= {region.index for region in kept}),
+        "calls": tuple(call for call in roles.calls if call.regions <= {region.index for region in kept}),
         "exchanges": tuple(nbytes for name, nbytes in roles.exchanges if name in used),
         "quiet_modules": roles.quiet_modules,
         "partial_parameters": (*roles.partial_parameters, *_biases_of_lone_weights(decided, kept)),
@@ -117,12 +116,6 @@ def _chunk(length: int, part: int, rank: int) -> tuple[tuple[int, int], ...]:
     """Returns the stretch of a rank as ``torch.chunk`` deals it."""
     start, end = min(rank * part, length), min((rank + 1) * part, length)
     return ((start, end - start),) if end > start else ()
-
-
-def _regions_of(call: ShardCall) -> set[int]:
-    dims = [*call.sizes, *call.split, *(s.taken for s in call.slices), *(d for met in call.met for d in met.dims)]
-    dims += [call.times] if call.times is not None else []
-    return {dim.region for dim in dims}
 
 
 def local_shapes(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lightning_pardist.base.errors import message
+from lightning_pardist.specs.config import Size
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,23 @@ class PipelineOptions:
     """Name of a schedule of ``torch.distributed.pipelining``."""
     num_microbatches: int | Literal["auto"] = "auto"
     """Parts that a rank's batch is cut into."""
+
+
+def refuse_idle_options(options: object, *, name: str, size: Size) -> None:
+    """Refuses options of an axis of one rank.
+
+    Raises:
+        ValueError: if any are given.
+    """
+    if options is not None and size == 1:
+        raise ValueError(
+            message(
+                "Options of an axis with one rank have nothing to act on.",
+                got=f"{name}={type(options).__name__}(...), {name}_parallel_size=1",
+                source="the strategy's arguments",
+                change=f"set {name}_parallel_size, or leave the options out",
+            )
+        )
 
 
 def refuse_options(**options: PipelineOptions | None) -> None:

@@ -113,6 +113,12 @@ class ShardCall:
     is_random: bool = False
     """It draws random numbers for sharded elements: every rank needs others."""
 
+    @property
+    def regions(self) -> frozenset[int]:
+        """The regions whose shares it needs."""
+        dims = [*self.sizes, *self.split, *(s.taken for s in self.slices), *(d for met in self.met for d in met.dims)]
+        return frozenset(dim.region for dim in [*dims, *([self.times] if self.times is not None else [])])
+
 
 @dataclass(frozen=True, kw_only=True)
 class TensorRegion:
@@ -146,7 +152,9 @@ class RegionProbe:
 
     module: str
     regions: tuple[int, ...]
-    """All regions inside the module."""
+    """All regions that lie inside the module as a whole."""
+    parameters: tuple[str, ...]
+    """What is sharded in them."""
     args: tuple[Any, ...]
     """With ``TensorLeaf`` in place of tensors; objects that hold more than plain values are None."""
     kwargs: dict[str, Any]

@@ -25,7 +25,7 @@ from lightning_pardist.run.buffers import average_statistics_
 from lightning_pardist.run.step import StepRunner
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
-from lightning_pardist.specs.options import PipelineOptions, refuse_options
+from lightning_pardist.specs.options import PipelineOptions, refuse_idle_options, refuse_options
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.strategies import lightning_api
@@ -123,6 +123,7 @@ class HybridStrategy(CheckpointHooks):
         )
         self._norm_type = check_norm_type(gradient_clip_norm_type)
         refuse_checkpoint_io(checkpoint_io)
+        refuse_idle_options(tensor, name="tensor", size=tensor_parallel_size)
         refuse_options(pipeline=pipeline)
         self._tensor_options = tensor or TensorOptions()
         super().__init__(

@@ -99,7 +99,7 @@ def _prove(
             want, masks = _reference(reference, probe, device)
         except Exception as error:  # the inputs are made up, so the module may refuse them
             return 0.0, "", _first_line(error)
-        local = _part_of(plan, probe.module)
+        local = _part_of(plan, probe)
         model = _spread(reference, local, meshes)
         made = _MadeUp(probe, device, masks)
         dry = _try(model, made, dry=True)
@@ -258,8 +258,9 @@ def _scale(expected: Tensor, want: _Run, what: str) -> float:
     return max(own, max(float(g.abs().max()) for g in want.parameters.values()) / 100)
 
 
-def _part_of(plan: TensorPlan, prefix: str) -> TensorPlan:
-    """Returns the plan of one module, with names from there."""
+def _part_of(plan: TensorPlan, probe: RegionProbe) -> TensorPlan:
+    """Returns the plan of the regions inside one module, with names from there."""
+    prefix, tried = probe.module, frozenset(probe.parameters)
 
     def inner(name: str) -> str | None:
         if name == prefix:
@@ -277,10 +278,16 @@ def _part_of(plan: TensorPlan, prefix: str) -> TensorPlan:
         layouts=tuple(
             replace(layout, parameter=name)
             for layout in plan.layouts
-            if (name := inner(layout.parameter)) is not None
+            if layout.parameter in tried and (name := inner(layout.parameter)) is not None
         ),
-        uses=tuple((name, role) for full, role in plan.uses if (name := inner(full)) is not None),
-        calls=tuple(replace(c, module=name) for c in plan.calls if (name := inner(c.module)) is not None),
+        uses=tuple(
+            (name, role) for full, role in plan.uses if full in tried and (name := inner(full)) is not None
+        ),
+        calls=tuple(
+            replace(call, module=name)
+            for call in plan.calls
+            if call.regions <= set(probe.regions) and (name := inner(call.module)) is not None
+        ),
         quiet_modules=tuple(renamed(plan.quiet_modules)),
         partial_parameters=tuple(renamed(plan.partial_parameters)),
     )

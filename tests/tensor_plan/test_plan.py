@@ -97,20 +97,25 @@ def test_words_that_a_weight_cannot_have(pattern: str, word: str, rule: str) -> 
 
 
 def test_heads_that_divide_and_those_that_do_not() -> None:
-    by_size = {size: make_tensor_plan(gpt(), size=size) for size in (1, 2, 3, 4, 8)}
+    by_size = {size: make_tensor_plan(gpt(), size=size) for size in (1, 2, 4)}
     attention = {size: plan.fits[0] for size, plan in by_size.items()}
     assert all(fit.pattern == "blocks.*.attention.out" for fit in attention.values())
     assert (attention[2].is_even, attention[2].shards, attention[2].key_value_copies) == (True, (1, 1), 1)
     assert (attention[4].is_even, attention[4].shards, attention[4].key_value_copies) == (True, (1,) * 4, 2)
-    assert (attention[3].is_even, attention[3].shards, attention[3].key_value_copies) == (False, (2, 1, 1), 2)
     assert "blocks.*.attention.out: 2 key-value head(s) for 4 ranks, each held by 2 of them" in by_size[4].notes
-    assert any("4 unit(s) for 8 ranks, so some ranks would hold none" in note for note in by_size[8].notes)
     assert "vocabulary of 97: uneven over 2 ranks" in by_size[2].notes
     assert by_size[1].notes == ()
 
 
+@pytest.mark.parametrize("size", [3, 8])
+def test_heads_that_cannot_be_dealt_out(size: int) -> None:
+    with pytest.raises(ValueError, match=rf"(?s)whole query heads.*4 query head.*2 key-value.*size={size}.*replicate"):
+        make_tensor_plan(gpt(), size=size)
+
+
 def test_mlp_widths_that_do_not_divide() -> None:
-    mlp = make_tensor_plan(gpt(), size=5).fits[1]
+    whole = {"blocks.*.attention.*": "replicate"}
+    (mlp,) = make_tensor_plan(gpt(), size=5, explicit=whole).fits
     assert (mlp.is_even, mlp.shards) == (False, (20, 19, 19, 19, 19))
 
 
