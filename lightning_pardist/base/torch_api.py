@@ -47,6 +47,7 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
     "without_dispatch_modes",
+    "without_function_modes",
     "wrapper_tensor",
     "written_arguments",
 ]
@@ -113,3 +114,8 @@ def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> 
 def as_plain_tensors() -> AbstractContextManager[object]:
     """Returns a context in which tensor subclasses do not see calls of torch functions; function modes still do."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def without_function_modes() -> AbstractContextManager[object]:
+    """Returns a context in which no function mode sees calls of torch functions, such as those of our own hooks."""
+    return torch._C.DisableTorchFunction()

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_pardist.base.words import dtype_word
+from lightning_pardist.base.words import common_module, dtype_word
 from lightning_pardist.describe.roles_trace import Trace
 from lightning_pardist.specs.tensor_roles import RegionProbe, ShardCall, TensorLeaf, TensorRegion
 
@@ -19,7 +19,7 @@ def region_probes(
 
     A region whose parts have no module in common but the root is left out.
     """
-    owners = {region.index: _owner(region, calls) for region in regions}
+    owners = {region.index: common_module(region_members(region, calls)) for region in regions}
     seen: set[tuple[object, ...]] = set()
     for region in regions:
         owner = owners[region.index]
@@ -36,16 +36,11 @@ def region_probes(
             yield RegionProbe(module=owner, regions=inside, parameters=names, args=tuple(map(_leaf, call.args)), kwargs=kwargs)
 
 
-def _owner(region: TensorRegion, calls: Sequence[ShardCall]) -> str:
-    """Returns the smallest module around all that belongs to a region."""
+def region_members(region: TensorRegion, calls: Sequence[ShardCall]) -> tuple[str, ...]:
+    """Returns the modules that hold a region's parameters or make its calls."""
     names = [parameter.name.rpartition(".")[0] for parameter in region.parameters]
     names += [call.module for call in calls if region.index in call.regions]
-    common = names[0].split(".") if names and names[0] else []
-    for name in names:
-        parts = name.split(".") if name else []
-        length = next((i for i, (a, b) in enumerate(zip(common, parts)) if a != b), min(len(common), len(parts)))
-        common = common[:length]
-    return ".".join(common)
+    return tuple(dict.fromkeys(names))
 
 
 def _leaf(value: Any) -> Any:

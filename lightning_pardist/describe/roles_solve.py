@@ -13,7 +13,7 @@ from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, 
 from lightning_pardist.describe.roles_calls import Sharing, partial_parameters, quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
 from lightning_pardist.describe.roles_exchanges import exchanges
-from lightning_pardist.describe.roles_probes import region_probes
+from lightning_pardist.describe.roles_probes import region_members, region_probes
 from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
 from lightning_pardist.describe.roles_state import RULES, State, Use
@@ -141,6 +141,7 @@ class _Assembler:
             module_class=module_class,
             weights=tuple(weights),
             regions=regions,
+            region_members=tuple(region_members(region, calls) for region in regions),
             probes=tuple(region_probes(self._trace, regions, calls)),
             calls=calls,
             exchanges=tuple(exchanges(self._trace, weights)),

@@ -5,11 +5,12 @@ from __future__ import annotations
 from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
 from lightning_pardist.plan.report import format_plan
+from lightning_pardist.plan.sequence_parallel import with_sequence_parallel
 from lightning_pardist.plan.tensor_costs import profile_on_tensor_axis, tensor_traffic
 from lightning_pardist.plan.tensor_parallel import make_tensor_plan
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 
-__all__ = ["PlanInput", "format_plan", "make_plan", "make_tensor_plan", "profile_on_tensor_axis", "state_bytes"]
+__all__ = ["PlanInput", "format_plan", "make_plan", "make_tensor_plan", "profile_on_tensor_axis", "state_bytes", "with_sequence_parallel"]
 
 
 def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = None) -> ParallelPlan:

@@ -20,14 +20,25 @@ def profile_on_tensor_axis(profile: ModelProfile, plan: TensorPlan | None, rank:
 
 
 def tensor_traffic(plan: TensorPlan | None) -> tuple[Traffic, ...]:
-    """Returns the collectives of one forward and backward pass on the tensor axis, for the described batch."""
-    if plan is None or not plan.exchanges:
+    """Returns the collectives of one forward and backward pass on the tensor axis, for the described batch.
+
+    Every region costs two sums: of its output, and of the gradient of its input. Under sequence parallel each of them is
+    a reduce-scatter, with an all-gather for its counterpart in the other pass: 4 + 4 in a block of two regions. The
+    ends of a stack add an all-gather each.
+    """
+    if plan is None:
         return ()
-    return (
-        Traffic(
-            collective="all_reduce",
-            axis=axes.TENSOR_PARALLEL,
-            count=len(plan.exchanges),
-            nbytes=sum(plan.exchanges),
-        ),
+    blocks = [block for stack in plan.sequence_stacks for block in stack.blocks]
+    in_blocks = [n for name, n in plan.exchanges if any(name.startswith(block + ".") for block in blocks)]
+    others = [n for name, n in plan.exchanges if not any(name.startswith(block + ".") for block in blocks)]
+    found = []
+    if others:
+        found.append(("all_reduce", len(others), sum(others)))
+    if in_blocks:
+        ends = 2 * len(plan.sequence_stacks)
+        found.append(("all_gather", len(in_blocks) + ends, sum(in_blocks) + ends * in_blocks[-1]))
+        found.append(("reduce_scatter", len(in_blocks), sum(in_blocks)))
+    return tuple(
+        Traffic(collective=kind, axis=axes.TENSOR_PARALLEL, count=count, nbytes=nbytes)  # type: ignore[arg-type]
+        for kind, count, nbytes in found
     )

@@ -49,7 +49,8 @@ def lay_out(
         "uses": tuple((weight.parameter, role) for weight, role in decided if role != "replicate"),
         "shares": tuple(shares),
         "calls": tuple(call for call in roles.calls if call.regions <= {region.index for region in kept}),
-        "exchanges": tuple(nbytes for name, nbytes in roles.exchanges if name in used),
+        "exchanges": tuple((name, nbytes) for name, nbytes in roles.exchanges if name in used),
+        "region_members": roles.region_members,
         "quiet_modules": roles.quiet_modules,
         "partial_parameters": (*roles.partial_parameters, *_biases_of_lone_weights(decided, kept)),
     }

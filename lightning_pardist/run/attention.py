@@ -26,8 +26,8 @@ class Region(Protocol):
     def opened(self, tensor: Tensor) -> Tensor:
         """Returns an activation for use by all ranks."""
 
-    def closed(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks."""
+    def closed(self, tensor: Tensor, positions: int | None = None) -> Tensor:
+        """Returns the sum over the ranks, or this rank's positions of it."""
 
 
 def attention_arguments(args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def attend_with_own_heads(
         out = attend()
     joined = out.permute(2, 0, 1, 3).flatten(2)
     joined = joined if is_batched else joined.squeeze(1)
-    result = region.closed(F.linear(joined, given["out_proj_weight"]))
+    result = region.closed(F.linear(joined, given["out_proj_weight"]), 0 if is_batched else None)
     if given["out_proj_bias"] is not None:
         result = result + given["out_proj_bias"]
     return result, _no_weights(given, q, k, is_batched) if given["need_weights"] else None

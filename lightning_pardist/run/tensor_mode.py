@@ -24,9 +24,10 @@ from lightning_pardist import torch_dist_api
 from lightning_pardist.base.function_names import function_name
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
-from lightning_pardist.run.tensor_ops import copy_to_ranks, sum_over_ranks
+from lightning_pardist.run.sequence import SequenceShards
+from lightning_pardist.run.tensor_ops import sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
-from lightning_pardist.run.whole_sizes import WholeSizes
+from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
 from lightning_pardist.specs.tensor_roles import ShardCall, TensorLayout, TensorPlan, TensorRole
 
 _LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
@@ -71,15 +72,17 @@ class TensorMode(TorchFunctionMode):
         self._size = plan.size
         self._handles: list[RemovableHandle] = []
         self._rank = int(model.meshes.tensor.get_local_rank())
-        self._whole_sizes = WholeSizes(plan.shares, self._rank, self._group)
+        self._whole_sizes = WholeSizes(plan.shares, self._rank, self._opened)
         self._weights: dict[int, Use] = {}
         self._made: list[Tensor] = []
         """Keeps what was made of weights in this step, for it is known by identity."""
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._names: dict[Any, str] = {}
         self._running = threading.local()
+        self._sequence = SequenceShards(self._rank, self._size, self._group)
         self._know_weights()
         self._install_scopes()
+        self._install_sequence()
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
 
@@ -120,6 +123,10 @@ class TensorMode(TorchFunctionMode):
         for block in profile.blocks() if profile is not None else ():
             if block.name not in by_module:
                 self._watch(self._model.module.get_submodule(block.name), {}, frozenset())
+
+    def _install_sequence(self) -> None:
+        for stack in self._plan.sequence_stacks:
+            self._handles += self._sequence.watch(self._model.module, stack)
 
     def _watch(self, module: nn.Module, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
         def enter(*_: Any) -> None:
@@ -168,6 +175,7 @@ class TensorMode(TorchFunctionMode):
             state["depth"] -= 1
             state["scopes"] = before
             self._inputs.clear()
+            self._sequence.reset()
             for tensor in self._made:
                 self._weights.pop(id(tensor), None)
             self._made.clear()
@@ -193,10 +201,13 @@ class TensorMode(TorchFunctionMode):
                 return self._look_up(func, args, kwargs, use)
         elif name == "multi_head_attention_forward":
             return self._attention(func, args, kwargs)
+        elif name in ("view", "reshape") and call is None:
+            return self._followed(args[0], self._sequence.view(func, args, kwargs))
+        elif call is None and name.startswith("dropout") and args and self._sequence.is_shard(args[0]):
+            with numbers_of_rank(self._rank, args[0].device):
+                return func(*args, **kwargs)
         out = func(*args, **kwargs) if call is None else self._whole_sizes.run(call, func, tuple(args), kwargs)
-        if self._weights and args and isinstance(args[0], Tensor):
-            self._follow(args[0], out)
-        return out
+        return self._followed(args[0], out) if args else out
 
     def _counted(self, name: str) -> ShardCall | None:
         scopes = self._state()["scopes"]
@@ -218,15 +229,16 @@ class TensorMode(TorchFunctionMode):
                     return use
         return None
 
-    def _follow(self, source: Tensor, out: Any) -> None:
-        """Notes what is made of a sharded weight (its transpose, a part of it) as that weight."""
+    def _followed(self, source: Any, out: Any) -> Any:
+        """Returns what was made of a tensor; a sharded weight's transpose, or a part of it, is noted as that weight."""
         use = self._weights.get(id(source))
-        if use is None:
-            return
+        if use is None or not isinstance(source, Tensor):
+            return out
         for tensor in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(tensor, Tensor) and tensor.dim() >= 2 and id(tensor) not in self._weights:
                 self._weights[id(tensor)] = use
                 self._made.append(tensor)
+        return out
 
     # ---- linear layers -----------------------------------------------------------------------------------------------
 
@@ -245,12 +257,17 @@ class TensorMode(TorchFunctionMode):
         if isinstance(item, (tuple, list)):
             return type(item)([self._opened(part) for part in item])
         is_activation = isinstance(item, Tensor) and item.requires_grad and not isinstance(item, nn.Parameter)
-        if not is_activation or id(item) in self._weights or not torch.is_grad_enabled():
+        is_shard = self._sequence.is_shard(item) and not self._sequence.is_inside_region
+        if is_shard and not (isinstance(item, Tensor) and item.requires_grad):
+            return self._sequence.opened(item)
+        if not is_activation or id(item) in self._weights or (not torch.is_grad_enabled() and not is_shard):
             return item
+        if self._sequence.is_inside_region and self._plan.sequence_stacks:
+            return item  # opened at the door
         for given, copied in self._inputs:
             if given is item:
                 return copied
-        copied = copy_to_ranks(item, self._group)
+        copied = self._sequence.opened(item)
         self._inputs = [*self._inputs[1 - _INPUTS_KEPT :], (item, copied)]
         return copied
 
@@ -287,8 +304,8 @@ class TensorMode(TorchFunctionMode):
             out = out if alpha == 1 else alpha * out
         else:
             out = func(*args, **kwargs)
-        out = sum_over_ranks(out, self._group)
-        return out if bias is None else out + bias
+        out = self.closed(out)
+        return out if bias is None else self._sequence.follow(out, out + bias)
 
     # ---- vocabulary --------------------------------------------------------------------------------------------------
 
@@ -316,6 +333,12 @@ class TensorMode(TorchFunctionMode):
         result: Tensor = self._opened(tensor)
         return result
 
-    def closed(self, tensor: Tensor) -> Tensor:
-        """Returns the sum over the ranks of what a region ends with."""
-        return sum_over_ranks(tensor, self._group)
+    def closed(self, tensor: Tensor, positions: int | None = None) -> Tensor:
+        """Returns the sum over the ranks of what a region ends with; see [Note: sequence shards].
+
+        Args:
+            tensor: this rank's part of the sum.
+            positions: the dim of the positions, if the caller knows.
+        """
+        shard = self._sequence.closed(tensor, positions)
+        return sum_over_ranks(tensor, self._group) if shard is None else shard

@@ -42,6 +42,59 @@ def gather_from_ranks(tensor: Tensor, dim: int, lengths: tuple[int, ...], group:
     return _GatherFromRanks.apply(tensor, dim, lengths, group)
 
 
+def split_for_ranks(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None) -> Tensor:
+    """Returns this rank's part of a tensor that all ranks hold; the parts' gradients are gathered."""
+    return tensor if group is None else _SplitForRanks.apply(tensor, dim, lengths, group)
+
+
+def open_sequence(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None) -> Tensor:
+    """Returns every rank's part side by side, for use on shares: each part's gradient is summed over the ranks."""
+    if group is None:
+        return torch.cat([tensor.narrow(dim, 0, 1).expand_as(tensor.narrow(dim, 0, 1))] * sum(lengths), dim)
+    return _OpenSequence.apply(tensor, dim, lengths, group)
+
+
+def close_sequence(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None) -> Tensor:
+    """Returns this rank's part of the sum of every rank's tensor; the parts' gradients are gathered."""
+    if group is None:
+        return tensor.narrow(dim, 0, lengths[0])
+    return _CloseSequence.apply(tensor, dim, lengths, group)
+
+
+class _SplitForRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:
+        rank = dist.get_rank(group)
+        ctx.call = dim, lengths, group
+        return tensor.narrow(dim, sum(lengths[:rank]), lengths[rank]).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gathered(gradient, *ctx.call), None, None, None
+
+
+class _OpenSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:
+        ctx.call = dim, lengths, group
+        return gathered(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return scattered(gradient, *ctx.call), None, None, None
+
+
+class _CloseSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:
+        ctx.call = dim, lengths, group
+        return scattered(tensor, dim, lengths, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gathered(gradient, *ctx.call), None, None, None
+
+
 class _CopyToRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
@@ -97,4 +150,19 @@ def gathered(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessG
     dist.all_gather_into_tensor(out, part, group=group)
     if min(lengths) != longest:
         out = torch.cat([out[rank * longest : rank * longest + length] for rank, length in enumerate(lengths)])
-    return out.movedim(0, dim)
+    return out.movedim(0, dim).contiguous()
+
+
+def scattered(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup) -> Tensor:
+    """Returns this rank's part of the sum over ranks; parts may differ in length."""
+    size, longest, rank = len(lengths), max(lengths), dist.get_rank(group)
+    moved = tensor.movedim(dim, 0)
+    if min(lengths) == longest:
+        whole = moved.contiguous()
+    else:
+        whole = moved.new_zeros((size * longest, *moved.shape[1:]))
+        for other, part in enumerate(moved.split(list(lengths))):
+            whole[other * longest : other * longest + lengths[other]] = part
+    out = whole.new_empty((longest, *whole.shape[1:]))
+    dist.reduce_scatter_tensor(out, whole, group=group)
+    return out[: lengths[rank]].movedim(0, dim).contiguous()

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pardist.run.tensor_ops import copy_to_ranks
 from lightning_pardist.specs.tensor_roles import MetTensor, RegionShare, ShardCall, ShardedDim
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -19,10 +18,19 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class WholeSizes:
     """What a rank of the tensor axis makes of such calls."""
 
-    def __init__(self, shares: Sequence[RegionShare | None], rank: int, group: Any) -> None:
+    def __init__(
+        self, shares: Sequence[RegionShare | None], rank: int, opened: Callable[[Tensor], Tensor]
+    ) -> None:
+        """Knows the rank.
+
+        Args:
+            shares: by region.
+            rank: on the tensor axis.
+            opened: makes a whole tensor ready for use on shares.
+        """
         self._shares = shares
         self._rank = rank
-        self._group = group
+        self._opened = opened
 
     def run(self, call: ShardCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the call gives on this rank's share."""
@@ -146,7 +154,7 @@ class WholeSizes:
 
     def _cut(self, met: MetTensor, tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
         if met.needs_gradient:
-            tensor = copy_to_ranks(tensor, self._group)
+            tensor = self._opened(tensor)
         for dim in met.dims:
             whole = tensor.shape[dim.dim]
             if whole % dim.period:

@@ -180,6 +180,8 @@ class TensorRoles:
     """Functions without a rule that kept something from being sharded."""
     assumptions: tuple[str, ...] = ()
     """What the fake run took for granted."""
+    region_members: tuple[tuple[str, ...], ...] = ()
+    """By region, the modules that hold its parameters or make its calls."""
     probes: tuple[RegionProbe, ...] = ()
     """One for each kind of region that lies inside a module."""
     seconds: float = 0.0
@@ -220,6 +222,19 @@ class RegionFit:
     """Ranks that must share (replicate) one key-value head: 1 if there are enough heads."""
     shards: tuple[int, ...]
     """Units, or query heads where there are fewer key-value heads than ranks, per rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceStack:
+    """Blocks between which the hidden state is sharded over the sequence."""
+
+    blocks: tuple[str, ...]
+    hidden: str
+    """Which argument of a block the hidden state is: ``"0"`` for the first, or a name."""
+    dim: int
+    """Of the positions."""
+    around_regions: tuple[str, ...] = ()
+    """The smallest modules inside the blocks around a region; their code sees all positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -309,8 +324,12 @@ class TensorPlan:
     quiet_modules: tuple[str, ...] = ()
     partial_parameters: tuple[str, ...] = ()
     """Whole parameters whose gradient is a sum over the ranks."""
-    exchanges: tuple[int, ...] = ()
-    """Bytes of every all-reduce of a forward and backward pass, for the described batch."""
+    exchanges: tuple[tuple[str, int], ...] = ()
+    """Parameter and bytes of every sum of a forward and backward pass, for the described batch."""
+    region_members: tuple[tuple[str, ...], ...] = ()
+    """By region, the modules that hold its parameters or make its calls."""
+    sequence_stacks: tuple[SequenceStack, ...] = ()
+    """Empty without sequence parallel."""
 
     def role_of(self, name: str) -> TensorRole:
         """Returns the role of a weight by its name."""

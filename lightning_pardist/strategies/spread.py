@@ -27,6 +27,7 @@ from lightning_pardist.plan import (
     make_tensor_plan,
     profile_on_tensor_axis,
     state_bytes,
+    with_sequence_parallel,
 )
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
@@ -80,7 +81,7 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
     sample = find_sample(module, request.loaders, request.sample_batch)
     profile = _on_first_rank(lambda: _profile(module, sample, request), request.meshes)
-    tensor = plan_tensor_axis(module, sample, request) if request.sizes.tensor_parallel > 1 else None
+    tensor = plan_tensor_axis(module, profile, sample, request) if request.sizes.tensor_parallel > 1 else None
     if request.layer_sync and request.meshes is not None:
         # After describing: the fake run knows no process groups. Names and parameters stay the same.
         convert_batch_norms(module, request.meshes)
@@ -139,7 +140,9 @@ def _on_first_rank(describe: Callable[[], _T], meshes: Meshes | None) -> _T:
     return first
 
 
-def plan_tensor_axis(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> TensorPlan:
+def plan_tensor_axis(
+    module: LightningModule, profile: ModelProfile, sample: Sample | None, request: SpreadRequest
+) -> TensorPlan:
     """Returns the plan of the tensor axis, the same on all ranks.
 
     Raises:
@@ -177,10 +180,10 @@ def plan_tensor_axis(module: LightningModule, sample: Sample | None, request: Sp
                 "TensorOptions(plan={'blocks.*.up': 'column', 'blocks.*.down': 'row'})",
             )
         )
-    if options.verify == "off":
-        return plan
-    assert request.meshes is not None
-    return prove_plan(module, plan, probes, request.meshes, request.device)
+    if options.verify != "off":
+        assert request.meshes is not None
+        plan = prove_plan(module, plan, probes, request.meshes, request.device)
+    return with_sequence_parallel(plan, profile) if options.sequence_parallel else plan
 
 
 def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:

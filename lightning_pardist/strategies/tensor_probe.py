@@ -275,6 +275,7 @@ def _part_of(plan: TensorPlan, probe: RegionProbe) -> TensorPlan:
 
     return replace(
         plan,
+        sequence_stacks=(),
         layouts=tuple(
             replace(layout, parameter=name)
             for layout in plan.layouts

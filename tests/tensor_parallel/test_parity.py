@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from lightning_pardist import TensorOptions
 from tests.support.pool import WorkerPool
 from tests.tensor_parallel.models import MODELS
 from tests.tensor_parallel.runs import differences, train_all
@@ -54,3 +55,20 @@ def test_two_ranks(run_distributed: WorkerPool, run_single: Any) -> None:
 @pytest.mark.timeout(300)
 def test_four_ranks(run_distributed: WorkerPool, run_single: Any) -> None:
     check(run_distributed, run_single, HARD, 4)
+
+
+SEQUENCE = {"tensor_parallel_size": 2, "tensor": TensorOptions(sequence_parallel=True)}
+
+
+@pytest.mark.hf
+@pytest.mark.timeout(300)
+def test_sequence_parallel(run_distributed: WorkerPool, run_single: Any) -> None:
+    """5 positions do not divide over 2 ranks."""
+    names = ["fused split", "grouped fused", "latent", "gpt2", "llama"]
+    check(run_distributed, run_single, [(name, SEQUENCE, {}) for name in names], 2)
+
+
+@pytest.mark.hf
+@pytest.mark.timeout(300)
+def test_sequence_parallel_with_fully_shard(run_distributed: WorkerPool, run_single: Any) -> None:
+    check(run_distributed, run_single, [("gpt2", SEQUENCE, {}), ("llama", SEQUENCE, {"accumulate_grad_batches": 2})], 4)

@@ -1,0 +1,73 @@
+"""Which stacks can be sharded over the sequence between their regions, and what that makes of a tensor plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lightning_pardist.base.errors import message
+from lightning_pardist.base.words import common_module
+from lightning_pardist.specs.model_profile import ModelProfile, StackProfile
+from lightning_pardist.specs.tensor_roles import SequenceStack, TensorPlan
+
+
+def with_sequence_parallel(plan: TensorPlan, profile: ModelProfile) -> TensorPlan:
+    """Returns the plan with what lies between the regions of every stack sharded over the sequence.
+
+    Raises:
+        ValueError: if there is no stack whose blocks pass on one hidden state of rows, positions and features.
+    """
+    stacks = tuple(_stacks(profile))
+    if not stacks:
+        raise ValueError(
+            message(
+                "Sequence parallel needs a stack of blocks that pass on one hidden state (rows, positions, features).",
+                got=profile.fallback_reason or f"{profile.module_class} has none",
+                source="the described step of the module",
+                change="use TensorOptions(sequence_parallel=False)",
+            )
+        )
+    blocks = {name for stack in stacks for name in stack.blocks}
+    sharded = {layout.parameter for layout in plan.layouts}
+    inside = [
+        p.name for p in profile.parameters if p.name not in sharded and any(_is_in(p.name, block) for block in blocks)
+    ]
+    partial = dict.fromkeys([*plan.partial_parameters, *inside])
+    stacks = tuple(replace(stack, around_regions=tuple(_around(stack, plan))) for stack in stacks)
+    return replace(plan, sequence_stacks=stacks, partial_parameters=tuple(partial))
+
+
+def _around(stack: SequenceStack, plan: TensorPlan) -> Iterator[str]:
+    """Yields the modules around regions, block by block: a region may reach over several (a shared position bias)."""
+    for members, share in zip(plan.region_members, plan.shares):
+        for block in stack.blocks:
+            inside = [name for name in members if _is_in(name, block)]
+            if share is not None and inside and len(inside) == len([n for n in members if _is_in(n, block) or n == block]):
+                yield common_module(inside)
+
+
+def _is_in(name: str, block: str) -> bool:
+    return name.startswith(block + ".")
+
+
+def _stacks(profile: ModelProfile) -> Iterator[SequenceStack]:
+    for stack in profile.stacks:
+        found = _sequence_stack(stack, profile.batch_rows)
+        if found is not None:
+            yield found
+
+
+def _sequence_stack(stack: StackProfile, rows: int | None) -> SequenceStack | None:
+    names: set[str] = set()
+    for block in stack.blocks:
+        if block.calls != 1 or not block.inputs or not block.outputs:
+            return None
+        hidden, out = block.inputs[0], block.outputs[0]
+        if len(hidden.shape) != 3 or hidden.shape != out.shape or not hidden.dtype.is_floating_point:
+            return None
+        names.add(hidden.name)
+    if len(names) != 1 or not stack.blocks:
+        return None
+    shape = stack.blocks[0].inputs[0].shape
+    dim = 0 if rows is not None and shape[0] != rows and shape[1] == rows else 1
+    return SequenceStack(blocks=tuple(block.name for block in stack.blocks), hidden=names.pop(), dim=dim)
