@@ -34,7 +34,7 @@ def python(code: str, *options: str, path: Path | None = None, **variables: str)
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert run.returncode == 0, run.stderr
     return run

@@ -141,7 +141,7 @@ def test_load_from_checkpoint_where_this_package_is_absent(tmp_path: Path) -> No
             text=True,
             env=environment,
             check=False,
-            timeout=100,
+            timeout=280,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["4", str(float(module.model.weight.sum()))]

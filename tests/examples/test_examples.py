@@ -12,7 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-pytestmark = [pytest.mark.example, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.example
 
 
 def output(folder: Path, example: str, *arguments: str) -> str:

@@ -58,7 +58,7 @@ def raising(layout: str, kind: str, folder: str) -> None:
 @pytest.mark.parametrize("kind", ["on exception", "model checkpoint"])
 @pytest.mark.parametrize("layout", ["fsdp", "ddp"])
 def test_one_rank_fails(run_distributed: Any, tmp_path: Path, layout: str, kind: str) -> None:
-    other, failed = run_distributed.errors(raising, layout, kind, str(tmp_path), world_size=2, timeout=50)
+    other, failed = run_distributed.errors(raising, layout, kind, str(tmp_path), world_size=2)
     seconds, text, lines = str(failed).split("|")
     assert float(seconds) < 15, seconds
     assert "ZeroDivisionError: rank 1 fails" in text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -21,6 +22,10 @@ def sum_of_ranks(factor: int) -> tuple[int, float]:
     tensor = torch.tensor(float(dist.get_rank() * factor))
     dist.all_reduce(tensor)
     return dist.get_rank(), tensor.item()
+
+
+def imported_before() -> bool:
+    return "tests.support.preload" in sys.modules
 
 
 def process_id() -> int:
@@ -145,6 +150,10 @@ def test_each_call_has_a_group_of_its_own_size(run_distributed: WorkerPool, worl
 
 def test_the_workers_stay_between_calls(run_distributed: WorkerPool) -> None:
     assert run_distributed(process_id) == run_distributed(process_id)
+
+
+def test_the_workers_import_nothing_anew(run_distributed: WorkerPool) -> None:
+    assert run_distributed(imported_before, world_size=4) == [True] * 4
 
 
 def test_single_has_no_process_group(run_single) -> None:

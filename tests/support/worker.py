@@ -24,9 +24,11 @@ from typing import Any
 from tests.support.jobs import Cleaned, Job, Outcome
 
 
-def serve(pipe: Connection, stacks: str, log: str) -> None:
+def serve(pipe: Connection, stacks: str, log: str, environment: dict[str, str]) -> None:
     """Runs jobs until the other end of the pipe is closed."""
     os.setpgid(0, 0)  # so that the pool can kill what a job started, too
+    os.environ.clear()  # that of the process it was forked from
+    os.environ.update(environment)
     _send_output_to(log)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
