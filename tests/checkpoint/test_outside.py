@@ -169,7 +169,7 @@ def load_foreign(paths: dict[str, str]) -> dict[str, Any]:
             target,
             prefix=prefix,
             strict=kind != "bare",
-            options=CheckpointOptions(timeout_s=30),
+            options=CheckpointOptions(timeout_s=120),
             control_group=group,
         )
         out[kind] = (report.kind, runs.weights(module))

@@ -9,15 +9,24 @@ import weakref
 from typing import Any
 
 import pytest
+from torch import nn
 
 from tests.strategies.common import LAYOUTS, Tower, loader, make_trainer
+
+
+class Idle(Tower):
+    """With a layer that no step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle = nn.Linear(3, 3)
 
 
 def many_trainers(layout: dict[str, Any], folder: str) -> tuple[list[int], list[bool]]:
     """Returns how many threads there were after each Trainer, and whether its module and strategy are still alive."""
     threads, alive = [], []
     for number in range(3):
-        module = Tower()
+        module = Idle()
         trainer = make_trainer(layout, 2, max_steps=1)
         trainer.fit(module, loader(16, 4))
         trainer.save_checkpoint(f"{folder}/{number}")

@@ -62,6 +62,9 @@ START_TIMEOUT = 200.0
 """Seconds until the workers' imports are done, on a busy machine; it takes 6 on an idle one."""
 CLEAN_TIMEOUT = 60.0
 """Seconds for a worker to put its process back into its first state."""
+MOST_THREADS = 48
+"""A worker with more after a call is replaced. What failed runs leave in torch's C++ keeps process groups alive, whose
+threads wake up a hundred times a second: with hundreds of them every later test would be many times slower."""
 GRACE = 10.0
 """Seconds that the other ranks get to end after the first one failed."""
 ENVIRONMENT = dict(os.environ)
@@ -267,14 +270,14 @@ class WorkerPool:
         return [outcomes[rank] for rank in range(len(workers))]
 
     def _wait_until_clean(self, workers: list[_Worker]) -> None:
-        """Waits until every worker is ready for the next job; one that cannot clean up is replaced with the rest."""
+        """Waits until every worker is ready for the next job; one that is not clean is replaced with the rest."""
         deadline = time.monotonic() + CLEAN_TIMEOUT
         for each in workers:
             try:
-                clean = each.pipe.poll(max(0.0, deadline - time.monotonic())) and isinstance(each.pipe.recv(), Cleaned)
+                answer = each.pipe.recv() if each.pipe.poll(max(0.0, deadline - time.monotonic())) else None
             except (EOFError, ConnectionResetError):
-                clean = False
-            if not clean:
+                answer = None
+            if not isinstance(answer, Cleaned) or answer.threads > MOST_THREADS:
                 self.kill()
                 return
 
