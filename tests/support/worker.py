@@ -153,6 +153,8 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
         debug._clear_sharding_prop_cache()
+    if "lightning_pardist.mesh" in sys.modules:
+        sys.modules["lightning_pardist.mesh"]._shared.clear()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
 
