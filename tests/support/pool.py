@@ -359,7 +359,7 @@ def _error(outcome: Outcome) -> BaseException | None:
     return error
 
 
-def _settled_text(path: Path, seconds: float = 10.0) -> str:
+def _settled_text(path: Path, seconds: float = 60.0) -> str:
     """Returns what a fault handler writes, once it has written and stopped: on a busy machine that takes a while."""
     deadline, before = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:
