@@ -100,15 +100,43 @@ def _new_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None) -
     return Meshes(world=world, data_parallel=data_parallel, model=model, control=control)
 
 
+_shared: dict[ProcessGroup, dict[tuple[AxisSizes, str, timedelta | None], Meshes]] = {}
+
+
+def shared_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None = None) -> Meshes:
+    """Returns what ``build_meshes`` returns, made once per default process group.
+
+    torch keeps every group until the default one is destroyed. A program that makes many Trainers in one process would
+    gather the groups of all of them: threads and sockets each, on a GPU communicators with their buffers.
+
+    Every rank must call it, with the same arguments in the same order.
+    """
+    default = dist.group.WORLD
+    assert default is not None
+    for ended in _shared.keys() - {default}:
+        del _shared[ended]
+    made = _shared.setdefault(default, {})
+    key = (sizes, device_type, timeout)
+    if key not in made:
+        made[key] = build_meshes(sizes, device_type, timeout)
+    return made[key]
+
+
 def private_host_group(meshes: Meshes, timeout_s: float) -> ProcessGroup:
     """Returns a new world-wide host group for one user alone, such as a writer in a thread of its own.
 
-    Every rank must call it at the same point.
+    Every rank must call it at the same point, and ``end_private_group`` when it has no more to say.
     """
     ranks = list(range(meshes.sizes.world_size))
     group = dist.new_group(ranks, backend="gloo", timeout=timedelta(seconds=timeout_s), group_desc="pardist_private")
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def end_private_group(group: ProcessGroup) -> None:
+    """Gives back the threads and sockets of a group that only its user knows; every rank does so once it is through."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
 
 
 def _control_group(device_type: str, timeout: timedelta | None) -> ProcessGroup:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-from weakref import WeakKeyDictionary
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -99,14 +98,32 @@ class ParallelModel:
         return self.plan.data_parallel.kind
 
 
-_applied: WeakKeyDictionary[nn.Module, ParallelModel] = WeakKeyDictionary()
+_NOTE = "_pardist_applied"
+
+
+class _Note:
+    """Hangs on a module that was spread and goes with it; a copy of the module has not been spread."""
+
+    def __init__(self, model: ParallelModel | None = None) -> None:
+        self.model = model
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Note:
+        return _Note()
+
+    def __reduce__(self) -> tuple[type[_Note], tuple[()]]:
+        return _Note, ()
 
 
 def remember(model: ParallelModel) -> None:
-    """Notes that a module has been spread, so that a second Trainer finds it instead of spreading it twice."""
-    _applied[model.module] = model
+    """Notes that a module has been spread, so that a second Trainer finds it instead of spreading it twice.
+
+    The note is on the module itself: it names the module, so a table of all modules, weak or not, would keep every one
+    of them and its process groups until the program ends.
+    """
+    setattr(model.module, _NOTE, _Note(model))
 
 
 def recall(module: nn.Module) -> ParallelModel | None:
     """Returns what an earlier run made of this module, if any."""
-    return _applied.get(module)
+    note = vars(module).get(_NOTE)
+    return note.model if isinstance(note, _Note) else None

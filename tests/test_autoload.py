@@ -34,7 +34,7 @@ def python(code: str, *options: str, path: Path | None = None, **variables: str)
         env=environment,
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert run.returncode == 0, run.stderr
     return run
@@ -293,8 +293,8 @@ def test_the_cost_is_below_three_milliseconds(record_property: pytest.RecordProp
         entry.load()()
         print((time.perf_counter() - start) * 1000)
     """
-    milliseconds = [float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout) for _ in range(5)]
+    milliseconds = [float(python(code, TORCH_DEVICE_BACKEND_AUTOLOAD="0").stdout) for _ in range(3)]
     record_property("autoload_milliseconds", milliseconds)
     print(f"median {statistics.median(milliseconds):.2f} ms of {[f'{each:.2f}' for each in milliseconds]}")
-    # The smallest of the five: a busy machine makes single runs slower, never faster.
+    # The smallest of the three: a busy machine makes single runs slower, never faster.
     assert min(milliseconds) < 3

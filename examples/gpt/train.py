@@ -66,7 +66,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--strategy", default="pardist_hybrid")
     parser.add_argument("--devices", type=int, default=4)
-    parser.add_argument("--max_steps", type=int, default=200)
+    parser.add_argument("--max_steps", type=int, default=120)
     parser.add_argument("--batch_size", type=int, default=8, help="chunks per process")
     parser.add_argument("--width", type=int, default=128)
     parser.add_argument("--depth", type=int, default=4)

@@ -25,7 +25,7 @@ class GradientUse:
         self._control = model.meshes.control
         self._records = list(torch_dist_api.fsdp_parameters(model.module))
         self._watched: set[int] = set()
-        self._used = [False] * len(self._records)
+        self._used = [False] * len(self._records)  # the hooks hold this very list
         self._was_none: list[bool] | None = None
 
     def before_backward(self) -> None:
@@ -33,7 +33,7 @@ class GradientUse:
         for index, record in enumerate(self._records):
             whole = torch_dist_api.whole_parameter(record)
             if index not in self._watched and whole is not None and whole.requires_grad:
-                whole.register_post_accumulate_grad_hook(partial(self._note, index))
+                whole.register_post_accumulate_grad_hook(partial(_note, self._used, index))
                 self._watched.add(index)
         if self._was_none is None:
             self._was_none = [record.sharded_param.grad is None for record in self._records]
@@ -46,8 +46,10 @@ class GradientUse:
         for record, anywhere, before in zip(self._records, used.tolist(), was_none, strict=True):
             if before and not anywhere:
                 record.sharded_param.grad = None
-        self._used = [False] * len(self._records)
+        self._used[:] = [False] * len(self._records)
         self._was_none = None
 
-    def _note(self, index: int, _parameter: Tensor) -> None:
-        self._used[index] = True
+
+def _note(used: list[bool], index: int, _parameter: Tensor) -> None:
+    # A hook of autograd lives in C++, where the garbage collector sees no cycle: this one must not lead to the module.
+    used[index] = True

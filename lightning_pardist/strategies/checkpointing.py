@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.optim import Optimizer
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from lightning_pardist import checkpoint as ckpt
 from lightning_pardist.base.log import get_logger
 from lightning_pardist.checkpoint.storage import open_storage
-from lightning_pardist.mesh import private_host_group
+from lightning_pardist.mesh import end_private_group, private_host_group
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import all_present
 from lightning_pardist.run.buffers import averaged_statistics
@@ -37,6 +38,7 @@ class CheckpointKeeper:
         self._run = LiveRun(options, asked)
         self.restorer = Restorer(self._run)
         self._saver: ckpt.Saver | None = None
+        self._group: dist.ProcessGroup | None = None
         self._last: ckpt.SaveHandle | None = None
         self.is_alone = False
         """Set once an exception ends the run and other ranks do not know of it: nothing may wait for them."""
@@ -105,9 +107,14 @@ class CheckpointKeeper:
 
     def close(self) -> None:
         """Waits, and gives the folders back."""
-        if self._saver is not None:
-            self._saver.close()
-            self._saver = None
+        saver, self._saver = self._saver, None
+        group, self._group = self._group, None
+        try:
+            if saver is not None:
+                saver.close()
+        finally:
+            if group is not None:
+                end_private_group(group)
 
     def remove(self, path: str) -> None:
         """Removes a checkpoint; rank 0 does it, after what is being written is there."""
@@ -157,8 +164,8 @@ class CheckpointKeeper:
     def _live_saver(self) -> ckpt.Saver:
         if self._saver is None:
             meshes = self._run.meshes()
-            group = None if meshes is None else private_host_group(meshes, self._run.options.timeout_s)
-            self._saver = ckpt.Saver(self._run.options, group)
+            self._group = None if meshes is None else private_host_group(meshes, self._run.options.timeout_s)
+            self._saver = ckpt.Saver(self._run.options, self._group)
         return self._saver
 
 

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_pardist.base.errors import message
-from lightning_pardist.mesh import Meshes, build_meshes
+from lightning_pardist.mesh import Meshes, shared_meshes
 from lightning_pardist.run.agree import maxima
 from lightning_pardist.specs.config import ParallelConfig
 from lightning_pardist.strategies import lightning_api
@@ -132,7 +132,7 @@ class MeshStrategy(ParallelStrategy):
         if self.world_size > 1:
             self._connect()
             if self._meshes is None:
-                self._meshes = build_meshes(sizes, self.root_device.type, self._timeout)
+                self._meshes = shared_meshes(sizes, self.root_device.type, self._timeout)
             assert self.lightning_module is not None
             lightning_api.set_device_mesh(self.lightning_module, self._meshes.world)
         publish_data_rank(self._meshes)

@@ -15,9 +15,6 @@ from lightning_pardist.strategies.hybrid import HybridStrategy
 from tests.support.modules import Regression
 from tests.support.pool import WorkerPool
 
-SECONDS = 100.0
-"""Bound on a whole call with all its cases; each ends in well under a second on an idle machine."""
-
 
 def trainer(strategy: Any = None, **options: Any) -> L.Trainer:
     """A quiet Trainer over all ranks of the call; ``strategy`` a name, a strategy, or HybridStrategy's arguments."""
@@ -73,9 +70,7 @@ def check(
     kind: type[Exception] = ValueError,
 ) -> list[str]:
     """Asserts that each case fails on all ranks alike, in four parts, as its pattern wants; returns the texts."""
-    results = run_distributed(
-        errors_of, [(function, args) for function, args, _ in cases], world_size=world_size, timeout=SECONDS
-    )
+    results = run_distributed(errors_of, [(function, args) for function, args, _ in cases], world_size=world_size)
     texts = []
     for (_, args, pattern), raised in zip(cases, zip(*results, strict=True), strict=True):
         assert all(error is not None for error in raised), f"{args}: not refused on every rank: {raised}"

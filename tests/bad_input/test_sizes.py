@@ -112,7 +112,7 @@ def sizes_before_the_processes_meet() -> str:
 
 
 def test_wrong_sizes_are_found_before_the_processes_meet(run_distributed: WorkerPool) -> None:
-    texts = run_distributed(sizes_before_the_processes_meet, world_size=4, process_group=False, timeout=60)
+    texts = run_distributed(sizes_before_the_processes_meet, world_size=4, process_group=False)
     assert len(set(texts)) == 1
 
 

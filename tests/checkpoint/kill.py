@@ -24,7 +24,7 @@ from lightning_pardist.checkpoint import SaveInfo, Saver, TrainState, load_check
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 
 RANKS, STEPS = 2, 12
-DEATH_S = 20.0
+DEATH_S = 40.0
 """How long the ranks that were not killed may take to notice."""
 
 

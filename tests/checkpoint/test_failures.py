@@ -56,7 +56,7 @@ def fail_on_one_rank(folder: str, where: str, options: CheckpointOptions) -> str
         text = str(error)
     finally:
         setattr(LocalStorage, where, original)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 90
     load_checkpoint(f"{folder}/last", run.state(), control_group=group)
     assert runs.same(before, runs.weights(run.module)) == []
     saver.save(f"{folder}/next", run.state())  # and the saver goes on
@@ -67,7 +67,7 @@ def fail_on_one_rank(folder: str, where: str, options: CheckpointOptions) -> str
 @pytest.mark.parametrize("where", ["open", "flush", "writer"])
 @pytest.mark.parametrize(("behind", "on_error"), [(False, "raise"), (True, "raise"), (True, "warn")])
 def test_full_disk_on_one_rank(run_distributed: Any, tmp_path: Path, where: str, behind: bool, on_error: str) -> None:
-    options = CheckpointOptions(async_save=behind, on_save_error=on_error, timeout_s=30)
+    options = CheckpointOptions(async_save=behind, on_save_error=on_error, timeout_s=120)
     texts = run_distributed(fail_on_one_rank, str(tmp_path), where, options, world_size=4)
     assert len(set(texts)) == 1
     assert "rank 1 OSError: [Errno 28] No space left" in texts[0]
@@ -94,7 +94,7 @@ def bad_state(folder: str, case: str) -> None:
     trainer = {"callbacks": {"ema": [run.module.emb.weight]}} if case == "trainer" else {}
     state = run.state()
     state.trainer = trainer
-    save_checkpoint(f"{folder}/x", state, options=CheckpointOptions(timeout_s=20), control_group=group)
+    save_checkpoint(f"{folder}/x", state, options=CheckpointOptions(timeout_s=120), control_group=group)
 
 
 class OwnStateDict(torch.optim.SGD):
@@ -231,13 +231,12 @@ def test_locks_of_other_hosts_and_reused_process_ids(tmp_path: Path) -> None:
 def lose_a_rank(folder: str) -> str | None:
     """Rank 2 never comes to the second save."""
     run, group = runs.build("fsdp4"), runs.control()
-    saver = Saver(CheckpointOptions(timeout_s=2), group)
-    saver.save(f"{folder}/a", run.state())
+    Saver(CheckpointOptions(), group).save(f"{folder}/a", run.state())
     if runs.world()[0] == 2:
-        time.sleep(4)
+        time.sleep(6)
         return None
     try:
-        saver.save(f"{folder}/b", run.state())
+        Saver(CheckpointOptions(timeout_s=3), group).save(f"{folder}/b", run.state())
     except CheckpointError as error:
         return str(error)
     return "no error"
@@ -246,7 +245,7 @@ def lose_a_rank(folder: str) -> str | None:
 def test_waits_are_bounded(run_distributed: Any, tmp_path: Path) -> None:
     started = time.monotonic()
     texts = run_distributed(lose_a_rank, str(tmp_path), world_size=4)
-    assert time.monotonic() - started < 30
+    assert time.monotonic() - started < 90
     assert "rank 2 did not answer" in texts[0]
     assert all(text and text != "no error" for text in (texts[0], texts[1], texts[3]))
     assert [name for name in os.listdir(tmp_path) if name != lock.NAME] == ["a"]

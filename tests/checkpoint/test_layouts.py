@@ -22,7 +22,7 @@ def save_in(layout: str, folder: str) -> dict[str, Any]:
             f"{folder}/{layout}-{kind}",
             run.state(rank_state={"rank": runs.world()[0]}),
             SaveInfo(step=3, layout={"name": layout}),
-            options=CheckpointOptions(format=kind, timeout_s=30),
+            options=CheckpointOptions(format=kind, timeout_s=120),
             control_group=group,
         )
     before = {"weights": runs.weights(run.module), "optimizer": runs.optimizer_state(run)}
@@ -37,7 +37,7 @@ def load_in(layout: str, folder: str, sources: list[str]) -> dict[str, Any]:
         if source.startswith("hybrid"):
             runs.train(run, range(1))  # state that is there already is overwritten
         request = LoadRequest(layout={"name": layout})
-        options = CheckpointOptions(timeout_s=30)
+        options = CheckpointOptions(timeout_s=120)
         report = load_checkpoint(f"{folder}/{source}", run.state(), request, options=options, control_group=group)
         for scheduler, saved in zip(run.schedulers, report.trainer["lr_schedulers"]):
             scheduler.load_state_dict(saved)

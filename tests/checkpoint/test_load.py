@@ -134,7 +134,7 @@ def test_not_a_checkpoint(tmp_path: Path) -> None:
 
 def load_other_model(path: str, width: int, strict: bool) -> None:
     run, group = runs.build("fsdp4", width=width), runs.control()
-    options = CheckpointOptions(timeout_s=20)
+    options = CheckpointOptions(timeout_s=120)
     load_checkpoint(path, run.state(), LoadRequest(strict=strict), options=options, control_group=group)
 
 
@@ -215,7 +215,7 @@ def optimizers(layout: str, folder: str, kind: str, dtype: torch.dtype) -> bool:
         run = runs.build(layout, optimizer=kind, dtype=dtype)
         runs.train(run, range(steps))
         run.module.blocks[1].up.weight.requires_grad_(False)  # frozen between save and load: its state survives
-        options = CheckpointOptions(timeout_s=30)
+        options = CheckpointOptions(timeout_s=120)
         save_checkpoint(f"{folder}/{layout}-{steps}", run.state(), options=options, control_group=group)
         other = runs.build(layout, optimizer=kind, dtype=dtype)
         runs.train(other, range(3))

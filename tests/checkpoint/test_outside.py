@@ -141,7 +141,7 @@ def test_load_from_checkpoint_where_this_package_is_absent(tmp_path: Path) -> No
             text=True,
             env=environment,
             check=False,
-            timeout=100,
+            timeout=280,
         )
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["4", str(float(module.model.weight.sum()))]
@@ -169,7 +169,7 @@ def load_foreign(paths: dict[str, str]) -> dict[str, Any]:
             target,
             prefix=prefix,
             strict=kind != "bare",
-            options=CheckpointOptions(timeout_s=30),
+            options=CheckpointOptions(timeout_s=120),
             control_group=group,
         )
         out[kind] = (report.kind, runs.weights(module))

@@ -103,7 +103,7 @@ class Fused(nn.Module):
 def tensor_parallel(folder: str, action: str, spread: bool) -> dict[str, Any]:
     module, group = Fused(spread), runs.control()
     run = runs.Run(module, module, [torch.optim.Adam(module.parameters(), lr=0.1)])
-    options = CheckpointOptions(timeout_s=30)
+    options = CheckpointOptions(timeout_s=120)
     if action == "save":
         for parameter in module.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -111,7 +111,7 @@ def tensor_parallel(folder: str, action: str, spread: bool) -> dict[str, Any]:
         for kind in ("sharded", "full"):
             path = f"{folder}/{spread}-{kind}"
             save_checkpoint(
-                path, run.state(), options=CheckpointOptions(format=kind, timeout_s=30), control_group=group
+                path, run.state(), options=CheckpointOptions(format=kind, timeout_s=120), control_group=group
             )
     else:
         load_checkpoint(f"{folder}/{action}", run.state(), options=options, control_group=group)
@@ -153,7 +153,7 @@ def pipeline(path: str, action: str, stages: list[list[int]]) -> dict[str, Any]:
     ties = {"head.weight": "emb.weight"} if len(stages) > 1 else {}
     order = [name for name, _ in Stage([0, 1]).named_parameters()]
     state = run.state(ties_across_ranks=ties, parameter_order=order)
-    options = CheckpointOptions(format="full" if "full" in path else "sharded", timeout_s=30)
+    options = CheckpointOptions(format="full" if "full" in path else "sharded", timeout_s=120)
     if action == "save":
         module().backward()
         run.optimizers[0].step()

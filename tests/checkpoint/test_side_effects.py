@@ -16,7 +16,7 @@ from tests.checkpoint import runs
 def accumulate(layout: str, folder: str | None, kind: str = "sharded", optimizer: str = "adamw") -> dict[str, Any]:
     """Trains with two micro-batches per step, saving at every point if a folder is given; freezes and unfreezes."""
     run = runs.build(layout, optimizer=optimizer)
-    saver = Saver(CheckpointOptions(async_save=True, format=kind, timeout_s=30), runs.control()) if folder else None
+    saver = Saver(CheckpointOptions(async_save=True, format=kind, timeout_s=120), runs.control()) if folder else None
     rank, size = runs.world()
 
     def save(name: str) -> None:
@@ -60,9 +60,9 @@ def sync_and_async(layout: str, folder: str) -> dict[str, Any]:
     group = runs.control()
     run = runs.build(layout)
     runs.train(run, range(2))
-    options = CheckpointOptions(timeout_s=30)
+    options = CheckpointOptions(timeout_s=120)
     Saver(options, group).save(f"{folder}/sync", run.state())
-    behind = Saver(CheckpointOptions(async_save=True, timeout_s=30), group)
+    behind = Saver(CheckpointOptions(async_save=True, timeout_s=120), group)
     handle = behind.save(f"{folder}/async", run.state())
     runs.train(run, range(2, 4))  # writes into the live tensors while the copies are written
     behind.save(f"{folder}/async-2", run.state())  # joins the first, uses its buffers again
@@ -89,7 +89,7 @@ def keep_gathered(folder: str) -> None:
     run.root.set_requires_gradient_sync(False)
     rank, size = runs.world()
     run.root(runs.batch(0).chunk(size)[rank]).backward()
-    Saver(CheckpointOptions(timeout_s=30), group).save(f"{folder}/gathered", run.state())
+    Saver(CheckpointOptions(timeout_s=120), group).save(f"{folder}/gathered", run.state())
     run.root.set_requires_gradient_sync(True)
     run.root.set_reshard_after_backward(True)
     run.root(runs.batch(1).chunk(size)[rank]).backward()

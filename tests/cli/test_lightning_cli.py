@@ -220,7 +220,7 @@ def unknown_unit() -> None:
     ],
 )
 def test_wrong_values_are_told_in_four_parts_on_every_rank(run_distributed: Any, function: Any, text: str) -> None:
-    errors = run_distributed.errors(function, world_size=2, timeout=40)
+    errors = run_distributed.errors(function, world_size=2)
     assert all(isinstance(error, ValueError) for error in errors)
     assert len({str(error) for error in errors}) == 1
     assert text in str(errors[0])

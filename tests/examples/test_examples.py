@@ -12,7 +12,7 @@ import pytest
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
-pytestmark = [pytest.mark.example, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.example
 
 
 def output(folder: Path, example: str, *arguments: str) -> str:
@@ -38,27 +38,29 @@ def number_after(words: str, text: str) -> float:
     return float(found[-1])
 
 
-def test_gpt_learns_and_its_module_does_not_name_this_package(tmp_path: Path) -> None:
+SMALL_GPT = ("--max_steps=16", "--width=32", "--depth=2")
+
+
+@pytest.fixture(scope="module")
+def gpt_on_two(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What the GPT example prints on two processes."""
+    return output(tmp_path_factory.mktemp("gpt"), "gpt/train.py", *SMALL_GPT, "--devices=2", "--batch_size=4")
+
+
+def test_gpt_learns_and_its_module_does_not_name_this_package(gpt_on_two: str) -> None:
     for file in ("gpt_module.py", "text_data.py", "train.py"):
         assert "lightning_pardist" not in (EXAMPLES / "gpt" / file).read_text()
-    small = ["--devices=2", "--max_steps=16", "--batch_size=4", "--width=32", "--depth=2"]
-    text = output(tmp_path, "gpt/train.py", *small)
+    text = gpt_on_two
     assert 1 < number_after("validation:", text) < 7.5
     assert "data_parallel_shard" in text  # the plan is shown
     assert "A sample:" in text
     assert text.count("16 steps on 2 processes") == 1  # by one process only
 
 
-def test_gpt_in_one_process_reaches_the_same(tmp_path: Path) -> None:
-    small = ["--max_steps=8", "--width=32", "--depth=1"]
-    losses = {}
-    for strategy, devices, batch in (("auto", 1, 8), ("pardist_hybrid", 2, 4)):
-        text = output(
-            tmp_path, "gpt/train.py", *small, f"--strategy={strategy}", f"--devices={devices}", f"--batch_size={batch}"
-        )
-        losses[strategy] = number_after("validation:", text)
+def test_gpt_in_one_process_reaches_the_same(tmp_path: Path, gpt_on_two: str) -> None:
+    alone = output(tmp_path, "gpt/train.py", *SMALL_GPT, "--strategy=auto", "--devices=1", "--batch_size=8")
     # Lightning's sampler deals other samples to two processes than one process shuffles, so only roughly.
-    assert losses["auto"] == pytest.approx(losses["pardist_hybrid"], abs=0.3)
+    assert number_after("validation:", alone) == pytest.approx(number_after("validation:", gpt_on_two), abs=0.3)
 
 
 @pytest.mark.hf

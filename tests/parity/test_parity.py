@@ -16,9 +16,6 @@ from tests.parity.runs import Record, differences, train, train_all
 from tests.support.modules import MODULES
 from tests.support.pool import WorkerPool
 
-pytestmark = pytest.mark.timeout(240)
-SECONDS = 200.0
-"""For one call. The first of a session imports much of torch on every rank, which takes long on a busy machine."""
 STRATEGIES = ("pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp")
 OPTIONS: dict[str, dict[str, Any]] = {
     "gpt": {"gradient_clip_val": 0.3},
@@ -66,7 +63,7 @@ def test_two_ranks_equal_one_process(
     run_distributed: WorkerPool, reference: Callable[[str], Record], name: str
 ) -> None:
     cases = [(name, strategy, OPTIONS.get(name, {})) for strategy in STRATEGIES]
-    _check(run_distributed(train_all, cases, world_size=2, timeout=SECONDS), STRATEGIES, reference(name))
+    _check(run_distributed(train_all, cases, world_size=2), STRATEGIES, reference(name))
 
 
 @pytest.mark.parametrize("name", _modules())
@@ -74,5 +71,5 @@ def test_hybrid_on_two_nodes_equals_one_process(
     run_distributed: WorkerPool, reference: Callable[[str], Record], name: str
 ) -> None:
     cases = [(name, "pardist_hybrid", OPTIONS.get(name, {}))]
-    results = run_distributed(train_all, cases, 2, world_size=4, num_nodes=2, timeout=SECONDS)
+    results = run_distributed(train_all, cases, 2, world_size=4, num_nodes=2)
     _check(results, ("pardist_hybrid",), reference(name))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import lightning as L
 import pytest
@@ -79,10 +80,10 @@ time.sleep(60)
 
 
 def intruding(folder: str) -> str:
-    lock.GRACE_S = 0.5
     keep = ModelCheckpoint(folder, "{step}")
     trainer = make_trainer(LAYOUTS["fsdp"], 2, callbacks=[keep], enable_checkpointing=True)
-    return attempt(lambda: trainer.fit(Tower(), DataLoader(numbered(24), 4)))
+    with mock.patch.object(lock, "GRACE_S", 0.5):
+        return attempt(lambda: trainer.fit(Tower(), DataLoader(numbered(24), 4)))
 
 
 def test_a_second_run_is_refused_while_the_first_lives(run_distributed: Any, tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def read_outside(path: str, folder: Path) -> Any:
     environment = {**os.environ, "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     done = subprocess.run(
         [sys.executable, "-c", OUTSIDE, path, str(folder)], capture_output=True, text=True, env=environment,
-        timeout=100, check=False, cwd=folder,
+        timeout=280, check=False, cwd=folder,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout.splitlines()[-1])

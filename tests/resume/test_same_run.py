@@ -78,7 +78,7 @@ def with_and_without_saves(folder: str) -> dict[str, Any]:
 
 
 def test_a_run_with_saves_is_the_run_without(run_distributed: Any, tmp_path: Path) -> None:
-    results = run_distributed(with_and_without_saves, str(tmp_path), world_size=2, timeout=110)
+    results = run_distributed(with_and_without_saves, str(tmp_path), world_size=2)
     for rank in results:
         for name, (plain, *saved) in rank.items():
             for losses, final in saved:

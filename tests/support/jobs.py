@@ -45,3 +45,6 @@ class Outcome:
 @dataclass(frozen=True)
 class Cleaned:
     """The worker has put its process back into its first state and waits for the next job."""
+
+    threads: int = 1
+    """How many threads the process has by now."""

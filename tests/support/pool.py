@@ -1,7 +1,8 @@
 """A pool of worker processes that run one function on every rank of a fresh process group.
 
-Starting Python, torch and Lightning takes seconds; a process group takes milliseconds. So the workers start once per
-test session, when the first test asks for them, and every call makes its own default process group.
+Starting Python, torch and Lightning takes seconds; a fork and a process group take milliseconds. So one process imports
+everything once per test session (``tests/support/preload.py``), the workers are forked from it when the first test asks
+for them, and every call makes its own default process group.
 
 How to write a test with it::
 
@@ -45,7 +46,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, forkserver
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,14 +56,19 @@ from tests.support.jobs import Cleaned, Job, Outcome
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
-DEFAULT_TIMEOUT = 60.0
-"""Seconds for one call."""
-START_TIMEOUT = 100.0
-"""Seconds for a worker to import torch and Lightning on a busy machine."""
-CLEAN_TIMEOUT = 20.0
+DEFAULT_TIMEOUT = 150.0
+"""Seconds for one call: many times what any takes on an idle machine, and below pytest's own limit for a test."""
+START_TIMEOUT = 200.0
+"""Seconds until the workers' imports are done, on a busy machine; it takes 6 on an idle one."""
+CLEAN_TIMEOUT = 60.0
 """Seconds for a worker to put its process back into its first state."""
+MOST_THREADS = 48
+"""A worker with more after a call is replaced. What failed runs leave in torch's C++ keeps process groups alive, whose
+threads wake up a hundred times a second: with hundreds of them every later test would be many times slower."""
 GRACE = 10.0
 """Seconds that the other ranks get to end after the first one failed."""
+ENVIRONMENT = dict(os.environ)
+"""Of the workers: as the session began, whatever tests in this process have set since (such as Lightning's seed)."""
 
 
 class WorkersFailedError(AssertionError):
@@ -86,11 +92,26 @@ class _Worker:
         return not self.process.is_alive()
 
 
+def start_importing() -> None:
+    """Starts the process that imports what the workers need, if it does not run; does not wait for it."""
+    before = os.environ.get("PYTHONPATH")
+    # Python 3.11's fork server imports before it is told of this process's search path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        multiprocessing.set_forkserver_preload(["tests.support.preload"])
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ["PYTHONPATH"]
+        else:
+            os.environ["PYTHONPATH"] = before
+
+
 class WorkerPool:
     """The workers of one test session, at most as many as the largest world that a test asked for."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
+        self._context = multiprocessing.get_context("forkserver")
         self._workers: list[_Worker] = []
         self._store: TCPStore | None = None
         self._calls = 0
@@ -220,9 +241,10 @@ class WorkerPool:
         stacks = self._root / f"stacks-{rank}.txt"
         process = self._context.Process(
             target=worker.serve,
-            args=(there, str(stacks), str(self._log(rank))),
+            args=(there, str(stacks), str(self._log(rank)), ENVIRONMENT),
             name=f"pool-worker-{rank}",
         )
+        start_importing()
         process.start()
         there.close()
         return _Worker(process, here, stacks)
@@ -248,14 +270,14 @@ class WorkerPool:
         return [outcomes[rank] for rank in range(len(workers))]
 
     def _wait_until_clean(self, workers: list[_Worker]) -> None:
-        """Waits until every worker is ready for the next job; one that cannot clean up is replaced with the rest."""
+        """Waits until every worker is ready for the next job; one that is not clean is replaced with the rest."""
         deadline = time.monotonic() + CLEAN_TIMEOUT
         for each in workers:
             try:
-                clean = each.pipe.poll(max(0.0, deadline - time.monotonic())) and isinstance(each.pipe.recv(), Cleaned)
+                answer = each.pipe.recv() if each.pipe.poll(max(0.0, deadline - time.monotonic())) else None
             except (EOFError, ConnectionResetError):
-                clean = False
-            if not clean:
+                answer = None
+            if not isinstance(answer, Cleaned) or answer.threads > MOST_THREADS:
                 self.kill()
                 return
 
@@ -337,7 +359,7 @@ def _error(outcome: Outcome) -> BaseException | None:
     return error
 
 
-def _settled_text(path: Path, seconds: float = 10.0) -> str:
+def _settled_text(path: Path, seconds: float = 60.0) -> str:
     """Returns what a fault handler writes, once it has written and stopped: on a busy machine that takes a while."""
     deadline, before = time.monotonic() + seconds, ""
     while time.monotonic() < deadline:

@@ -24,9 +24,11 @@ from typing import Any
 from tests.support.jobs import Cleaned, Job, Outcome
 
 
-def serve(pipe: Connection, stacks: str, log: str) -> None:
+def serve(pipe: Connection, stacks: str, log: str, environment: dict[str, str]) -> None:
     """Runs jobs until the other end of the pipe is closed."""
     os.setpgid(0, 0)  # so that the pool can kill what a job started, too
+    os.environ.clear()  # that of the process it was forked from
+    os.environ.update(environment)
     _send_output_to(log)
     with open(stacks, "w") as file:
         faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
@@ -59,7 +61,7 @@ def _answer(pipe: Connection, job: Job) -> None:
         pipe.send(outcome)
         del outcome
         function = args = None
-    pipe.send(Cleaned())
+    pipe.send(Cleaned(threads=_threads()))
 
 
 def _failure(error: BaseException) -> Outcome:
@@ -151,8 +153,16 @@ def _forget_meshes() -> None:
     if "torch.distributed.tensor" in sys.modules:
         debug: Any = importlib.import_module("torch.distributed.tensor.debug")
         debug._clear_sharding_prop_cache()
+    if "lightning_pardist.mesh" in sys.modules:
+        sys.modules["lightning_pardist.mesh"]._shared.clear()
     if "torch._dynamo" in sys.modules:
         sys.modules["torch._dynamo"].reset()
+
+
+def _threads() -> int:
+    """Returns the number of this process's threads, those of C++ included, where the system tells."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
 
 
 def _seed(seed: int) -> None:
