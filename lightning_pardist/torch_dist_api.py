@@ -144,7 +144,7 @@ class UnitShard(_StridedShard):
     stretches: tuple[tuple[tuple[int, int], ...], ...]
 
     def __new__(cls, dim: int, stretches: tuple[tuple[tuple[int, int], ...], ...]) -> UnitShard:
-        return super().__new__(cls, dim, split_factor=_number_of(stretches))
+        return super().__new__(cls, dim, split_factor=_number_of(stretches))  # type: ignore[call-arg]
 
     def __init__(self, dim: int, stretches: tuple[tuple[tuple[int, int], ...], ...]) -> None:
         """Names what every rank of the axis holds.
@@ -171,7 +171,7 @@ class UnitShard(_StridedShard):
         """Returns how much of the dim a rank holds."""
         return sum(length for _, length in self.stretches[rank])
 
-    def _to_replicate_tensor(
+    def _to_replicate_tensor(  # type: ignore[override]  # no symbolic sizes here
         self, local_tensor: Tensor, mesh: DeviceMesh, mesh_dim: int, current_logical_shape: Sequence[int]
     ) -> Tensor:
         if local_tensor.shape[self.dim] != self.local_length(mesh.get_local_rank(mesh_dim)):

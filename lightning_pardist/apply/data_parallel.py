@@ -29,8 +29,8 @@ from lightning_pardist.torch_dist_api import compute_on_local_shards, quiet_forw
 def shard_units(model: ParallelModel, weights: Weights, cutter: TensorCutter | None = None) -> None:
     """Shards the units of the plan, inner before outer, and makes the root callable around any of the user's methods.
 
-    Only one unit exists whole at a time: it is materialized, made equal on all ranks, and cut; on the tensor axis first,
-    so that fully_shard cuts what a rank of that axis holds.
+    Only one unit exists whole at a time: it is materialized, made equal on all ranks, and cut; on the tensor axis
+    first, so that fully_shard cuts what a rank of that axis holds.
     """
     plan, module = model.plan.data_parallel, model.module
     assert model.meshes is not None

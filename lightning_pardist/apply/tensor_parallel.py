@@ -65,7 +65,7 @@ class TensorCutter:
         return result
 
 
-def placement_of(layout: TensorLayout) -> Shard:
+def placement_of(layout: TensorLayout) -> Shard | UnitShard:
     """Returns torch's own placement where it can name the layout, else ours."""
     return Shard(layout.dim) if layout.is_even else UnitShard(layout.dim, layout.stretches)
 

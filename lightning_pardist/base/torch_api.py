@@ -106,9 +106,7 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
 
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
     """Returns a tensor of a subclass that has a shape but no memory of its own; torch's tutorials use this name."""
-    return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-        cls, shape, dtype=like.dtype, device=like.device, requires_grad=False
-    )
+    return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=False)
 
 
 def as_plain_tensors() -> AbstractContextManager[object]:

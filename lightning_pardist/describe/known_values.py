@@ -147,8 +147,9 @@ class KnownValues:
     def _after_writing(self, func: OpOverload, args: Any, kwargs: Any, written: list[Any]) -> Fact | None:
         """Returns what a tensor holds after an operator on itself (``masked_fill_``) of which everything is known."""
         target = args[0] if args else None
-        only = isinstance(target, torch.Tensor) and len(written) == 1 and written[0] is target
-        if not only or func.name().split("::")[1].startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags:
+        if not isinstance(target, torch.Tensor) or len(written) != 1 or written[0] is not target:
+            return None
+        if func.name().split("::")[1].startswith(_UNDEFINED) or torch.Tag.nondeterministic_seeded in func.tags:
             return None
         alone = len(self._by_storage.get(storage_key(target), ())) <= 1  # no view of it is left that would change too
         if not alone or any(self._fact(tensor) is None for tensor in tensors_in((args, kwargs))):

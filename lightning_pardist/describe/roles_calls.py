@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+
 import torch
 
 from lightning_pardist.describe.known_values import tensors_in

@@ -12,9 +12,7 @@ from lightning_pardist.describe.roles_trace import Trace
 from lightning_pardist.specs.tensor_roles import RegionProbe, ShardCall, TensorLeaf, TensorRegion
 
 
-def region_probes(
-    trace: Trace, regions: Sequence[TensorRegion], calls: Sequence[ShardCall]
-) -> Iterator[RegionProbe]:
+def region_probes(trace: Trace, regions: Sequence[TensorRegion], calls: Sequence[ShardCall]) -> Iterator[RegionProbe]:
     """Yields one probe for each kind of region: those of like blocks differ in their indices only.
 
     A region whose parts have no module in common but the root is left out.
@@ -33,7 +31,9 @@ def region_probes(
             call = trace.module_calls[owner]
             kwargs = {key: _leaf(item) for key, item in call.kwargs.items()}
             names = tuple(p.name for index in inside for p in regions[index].parameters)
-            yield RegionProbe(module=owner, regions=inside, parameters=names, args=tuple(map(_leaf, call.args)), kwargs=kwargs)
+            yield RegionProbe(
+                module=owner, regions=inside, parameters=names, args=tuple(map(_leaf, call.args)), kwargs=kwargs
+            )
 
 
 def region_members(region: TensorRegion, calls: Sequence[ShardCall]) -> tuple[str, ...]:

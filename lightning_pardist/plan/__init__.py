@@ -10,7 +10,15 @@ from lightning_pardist.plan.tensor_costs import profile_on_tensor_axis, tensor_t
 from lightning_pardist.plan.tensor_parallel import make_tensor_plan
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 
-__all__ = ["PlanInput", "format_plan", "make_plan", "make_tensor_plan", "profile_on_tensor_axis", "state_bytes", "with_sequence_parallel"]
+__all__ = [
+    "PlanInput",
+    "format_plan",
+    "make_plan",
+    "make_tensor_plan",
+    "profile_on_tensor_axis",
+    "state_bytes",
+    "with_sequence_parallel",
+]
 
 
 def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = None) -> ParallelPlan:

@@ -76,7 +76,9 @@ def _tensor_rows(plan: TensorPlan) -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for entry in plan.entries:
         parts = " + ".join(map(str, entry.parts)) if len(entry.parts) > 1 else ""
-        rows.append((f"{len(entry.names)} x", entry.pattern, entry.role, entry.source, entry.heads or parts, entry.note))
+        rows.append(
+            (f"{len(entry.names)} x", entry.pattern, entry.role, entry.source, entry.heads or parts, entry.note)
+        )
     return rows
 
 

@@ -41,9 +41,9 @@ def _around(stack: SequenceStack, plan: TensorPlan) -> Iterator[str]:
     """Yields the modules around regions, block by block: a region may reach over several (a shared position bias)."""
     for members, share in zip(plan.region_members, plan.shares):
         for block in stack.blocks:
-            inside = [name for name in members if _is_in(name, block)]
-            if share is not None and inside and len(inside) == len([n for n in members if _is_in(n, block) or n == block]):
-                yield common_module(inside)
+            around = common_module(name for name in members if _is_in(name, block))
+            if share is not None and _is_in(around, block):  # else the layers themselves see to it
+                yield around
 
 
 def _is_in(name: str, block: str) -> bool:

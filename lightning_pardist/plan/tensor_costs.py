@@ -22,8 +22,8 @@ def profile_on_tensor_axis(profile: ModelProfile, plan: TensorPlan | None, rank:
 def tensor_traffic(plan: TensorPlan | None) -> tuple[Traffic, ...]:
     """Returns the collectives of one forward and backward pass on the tensor axis, for the described batch.
 
-    Every region costs two sums: of its output, and of the gradient of its input. Under sequence parallel each of them is
-    a reduce-scatter, with an all-gather for its counterpart in the other pass: 4 + 4 in a block of two regions. The
+    Every region costs two sums: of its output, and of the gradient of its input. Under sequence parallel each is a
+    reduce-scatter, with an all-gather for its counterpart in the other pass: 4 + 4 in a block of two regions. The
     ends of a stack add an all-gather each.
     """
     if plan is None:

@@ -69,7 +69,9 @@ class SequenceShards:
         """Installs hooks on the stack's ends and on the modules around its regions; returns their handles."""
         first, last = module.get_submodule(stack.blocks[0]), module.get_submodule(stack.blocks[-1])
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        def enter(
+            _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
             hidden = args[0] if stack.hidden == "0" else kwargs[stack.hidden]
             with without_function_modes():  # what hooks do is none of the module's own calls, which are counted
                 shard = self._split(hidden, stack.dim)
@@ -143,6 +145,8 @@ class SequenceShards:
         now = self._now
         if now is not None and self._is_shard(tensor, now):
             return open_sequence(tensor, now.dim, now.lengths, self._group)
+        if now is not None and (tensor.dim() != len(now.shape) or tensor.shape[-1] != now.shape[-1]):
+            return tensor  # no hidden state: a position bias per head, of which a rank has its own
         return copy_to_ranks(tensor, self._group) if tensor.is_floating_point() else tensor
 
     def closed(self, tensor: Tensor, dim: int | None) -> Tensor | None:

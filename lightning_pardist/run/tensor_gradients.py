@@ -1,4 +1,4 @@
-"""Gradients that are a sum over the tensor axis: of whole parameters used on shares, and of heads held by several ranks.
+"""Gradients that are sums over the tensor axis: of whole parameters used on shares, of heads that several ranks hold.
 
 All of them travel in one all-reduce per dtype and optimizer step, after the data axes are done with theirs.
 """

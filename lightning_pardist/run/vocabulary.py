@@ -99,6 +99,7 @@ class VocabularyShards(Tensor):
     def whole(self) -> Tensor:
         """Returns all columns on every rank, gathered once."""
         if self.gathered is None:
+            assert self.vocabulary.group is not None
             self.gathered = gather_from_ranks(
                 self.local, self.words_dim, self.vocabulary.lengths, self.vocabulary.group
             )
@@ -130,7 +131,9 @@ class VocabularyShards(Tensor):
             return func(*_whole(args), **_whole(kwargs))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch's own stub leaves out the function
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return func(*_whole(args), **_whole(kwargs or {}))
 
 

@@ -18,9 +18,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 class WholeSizes:
     """What a rank of the tensor axis makes of such calls."""
 
-    def __init__(
-        self, shares: Sequence[RegionShare | None], rank: int, opened: Callable[[Tensor], Tensor]
-    ) -> None:
+    def __init__(self, shares: Sequence[RegionShare | None], rank: int, opened: Callable[[Tensor], Tensor]) -> None:
         """Knows the rank.
 
         Args:

@@ -53,7 +53,7 @@ def refuse_options(**options: PipelineOptions | None) -> None:
     if given:
         raise ValueError(
             message(
-                "This version spreads a model over the data and tensor axes; options of other axes have nothing to act on.",
+                "This version spreads a model over the data and tensor axes; options of others have nothing to act on.",
                 got=", ".join(f"{name}={type(options[name]).__name__}(...)" for name in given),
                 source="the strategy's arguments",
                 change="leave these options out",

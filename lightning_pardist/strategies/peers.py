@@ -73,8 +73,8 @@ def check_same_batch(batch: Any, meshes: Meshes) -> None:
             "Ranks that share one copy of the model must see the same batch.",
             got=f"ranks {ranks} of data rank {odd[0]} have first batches that differ",
             source="the training data loader",
-            change="deal samples by lightning_pardist.data_parallel_rank_and_size() instead of RANK and WORLD_SIZE, and "
-            "draw augmentations from torch, numpy or random, whose states are equal on these ranks",
+            change="deal samples by lightning_pardist.data_parallel_rank_and_size() instead of RANK and WORLD_SIZE, "
+            "and draw augmentations from torch, numpy or random, whose states are equal on these ranks",
         )
     )
 

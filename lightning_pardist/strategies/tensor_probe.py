@@ -81,8 +81,8 @@ def _refusal(probe: RegionProbe, rank: int, problem: str) -> ValueError:
             "A region must compute the same on shares as on the whole.",
             got=f"{probe.module}: {problem} (rank {rank})",
             source="the plan derived from the flow of data, tried on the module with random weights",
-            change=f"keep it whole with TensorOptions(plan={{'{probe.module}.<layer>': 'replicate'}}), write sizes that "
-            "follow the tensors (-1, head_dim) instead of numbers of heads, or TensorOptions(verify='off')",
+            change=f"keep it whole with TensorOptions(plan={{'{probe.module}.<layer>': 'replicate'}}), write sizes "
+            "that follow the tensors (-1, head_dim) instead of numbers of heads, or TensorOptions(verify='off')",
         )
     )
 
@@ -90,7 +90,7 @@ def _refusal(probe: RegionProbe, rank: int, problem: str) -> ValueError:
 def _prove(
     top: nn.Module, plan: TensorPlan, probe: RegionProbe, meshes: Meshes, device: torch.device
 ) -> tuple[float, str, str]:
-    """Returns the largest relative difference, what went wrong, and why it could not be tried; texts are empty if not."""
+    """Returns the largest relative difference, what went wrong, and why it could not be tried (texts may be empty)."""
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
         torch.manual_seed(0)
@@ -230,20 +230,20 @@ def _difference(got: _Run, want: _Run, plan: TensorPlan, rank: int) -> tuple[flo
     pairs += [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(got.outputs, want.outputs))]
     pairs += [(f"the gradient of input {i}", a, b) for i, (a, b) in enumerate(zip(got.inputs, want.inputs))]
     for name, whole in want.parameters.items():
-        expected = local_part(whole, layouts[name], rank) if name in layouts else whole
-        pairs.append((f"the gradient of {name}", got.parameters.get(name), expected))
+        mine = local_part(whole, layouts[name], rank) if name in layouts else whole
+        pairs.append((f"the gradient of {name}", got.parameters.get(name), mine))
     largest = 0.0
-    for what, mine, expected in pairs:
-        if mine is None or expected is None:
-            if (mine is None) != (expected is None):
+    for what, ours, expected in pairs:
+        if ours is None or expected is None:
+            if (ours is None) != (expected is None):
                 return largest, f"{what} exists on one side only"
             continue
-        if mine.shape != expected.shape:
-            return largest, f"{what} has the shape {tuple(mine.shape)}, not {tuple(expected.shape)}"
-        if not mine.numel():
+        if ours.shape != expected.shape:
+            return largest, f"{what} has the shape {tuple(ours.shape)}, not {tuple(expected.shape)}"
+        if not ours.numel():
             continue
         scale = float(_scale(expected, want, what))
-        error = float((mine - expected).abs().max()) / scale if scale else 0.0
+        error = float((ours - expected).abs().max()) / scale if scale else 0.0
         largest = max(largest, error)
         if not error <= TOLERANCE:
             return largest, f"{what} is off by {error:.1e} of its largest element"
@@ -281,9 +281,7 @@ def _part_of(plan: TensorPlan, probe: RegionProbe) -> TensorPlan:
             for layout in plan.layouts
             if layout.parameter in tried and (name := inner(layout.parameter)) is not None
         ),
-        uses=tuple(
-            (name, role) for full, role in plan.uses if full in tried and (name := inner(full)) is not None
-        ),
+        uses=tuple((name, role) for full, role in plan.uses if full in tried and (name := inner(full)) is not None),
         calls=tuple(
             replace(call, module=name)
             for call in plan.calls

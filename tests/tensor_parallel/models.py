@@ -13,7 +13,11 @@ from torch.utils.data import TensorDataset
 
 from tests.tensor_plan import models as parts
 
-VOCABULARY, LENGTH, ROWS = parts.VOCABULARY, parts.LENGTH, 16  # a number of words that does not divide over 2 or 4 ranks
+VOCABULARY, LENGTH, ROWS = (
+    parts.VOCABULARY,
+    parts.LENGTH,
+    16,
+)  # a number of words that does not divide over 2 or 4 ranks
 
 
 def dataset(rows: int = ROWS, seed: int = 1) -> TensorDataset:
@@ -65,11 +69,20 @@ class HuggingFace(Trained):
         common = {"vocab_size": VOCABULARY, "pad_token_id": 0}
         if kind == "gpt2":
             no_dropout = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-            config: Any = transformers.GPT2Config(n_embd=24, n_layer=2, n_head=4, n_positions=16, **no_dropout, **common)
+            config: Any = transformers.GPT2Config(
+                n_embd=24, n_layer=2, n_head=4, n_positions=16, **no_dropout, **common
+            )
             self.net: Any = transformers.GPT2LMHeadModel(config)
         elif kind == "t5":
             config = transformers.T5Config(
-                d_model=24, d_kv=8, d_ff=36, num_layers=2, num_heads=4, dropout_rate=0.0, decoder_start_token_id=0, **common
+                d_model=24,
+                d_kv=8,
+                d_ff=36,
+                num_layers=2,
+                num_heads=4,
+                dropout_rate=0.0,
+                decoder_start_token_id=0,
+                **common,
             )
             self.net = transformers.T5ForConditionalGeneration(config)
         else:

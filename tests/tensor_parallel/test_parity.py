@@ -64,7 +64,7 @@ SEQUENCE = {"tensor_parallel_size": 2, "tensor": TensorOptions(sequence_parallel
 @pytest.mark.timeout(300)
 def test_sequence_parallel(run_distributed: WorkerPool, run_single: Any) -> None:
     """5 positions do not divide over 2 ranks."""
-    names = ["fused split", "grouped fused", "latent", "gpt2", "llama"]
+    names = ["fused split", "grouped fused", "latent", "gpt2", "llama", "t5", "encoder", "encoder-length-first", "vit"]
     check(run_distributed, run_single, [(name, SEQUENCE, {}) for name in names], 2)
 
 
