@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from lightning_pardist.base.version import __version__
     from lightning_pardist.callbacks import ParallelThroughput, PlanFile
     from lightning_pardist.describe import profile_model
+    from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions
     from lightning_pardist.specs.config import ParallelConfig
     from lightning_pardist.specs.model_profile import ModelProfile
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 __all__ = [
     "HybridStrategy",
     "ParallelConfig",
+    "RecomputeOptions",
+    "CompileOptions",
     "ModelProfile",
     "profile_model",
     "data_parallel_rank_and_size",
@@ -33,6 +36,8 @@ __all__ = [
 _HOME = {
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
     "ParallelConfig": "lightning_pardist.specs.config",
+    "RecomputeOptions": "lightning_pardist.specs.block_levers",
+    "CompileOptions": "lightning_pardist.specs.block_levers",
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
     "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",

@@ -22,7 +22,7 @@ from lightning_pardist.apply.materialize import Weights
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.parallel_model import ROOT_CALL, HeldScalar, ParallelModel
 from lightning_pardist.specs.parallel_plan import PrecisionPlan, ShardUnit
-from lightning_pardist.torch_dist_api import quiet_forward_hooks
+from lightning_pardist.torch_dist_api import hide_hooks_from_modes, quiet_forward_hooks
 
 
 def shard_units(model: ParallelModel, weights: Weights) -> None:
@@ -46,10 +46,22 @@ def shard_units(model: ParallelModel, weights: Weights) -> None:
             offload_policy=_offload_policy(plan.cpu_offload),
             ignored_params=ignored,
         )
+    _hide_inner_units(model)
     call = _RootCall()
     setattr(module, ROOT_CALL, MethodType(call, module))
     register_fsdp_forward_method(module, ROOT_CALL)
     quiet_forward_hooks(cast(FSDPModule, module), lambda: call.running)
+
+
+def _hide_inner_units(model: ParallelModel) -> None:
+    """Keeps the hooks of units inside selectively recomputed blocks out of what the recomputation matches."""
+    recompute = model.plan.recompute
+    if recompute.mode != "selective":
+        return
+    inside = tuple(f"{block}." for block in recompute.blocks)
+    for unit in model.plan.data_parallel.units:
+        if any(name.startswith(inside) for name in unit.modules):
+            hide_hooks_from_modes(cast(FSDPModule, model.module.get_submodule(unit.modules[0])))
 
 
 def hold_scalars(model: ParallelModel, weights: Weights) -> list[HeldScalar]:

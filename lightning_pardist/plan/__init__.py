@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from lightning_pardist.plan.block_levers import plan_compile, plan_recompute, with_costs
 from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
 from lightning_pardist.plan.report import format_plan
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 
-__all__ = ["PlanInput", "format_plan", "make_plan", "state_bytes"]
+__all__ = ["PlanInput", "format_plan", "make_plan", "plan_recompute", "state_bytes", "with_costs"]
 
 
 def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = None) -> ParallelPlan:
@@ -32,4 +33,6 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
         ),
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
         traffic=step_traffic(given.profile, data_parallel, given.sizes, given.precision),
+        recompute=given.recompute,
+        compile=plan_compile(given.profile, given.compile),
     )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lightning_pardist.specs.block_levers import CompilePlan, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes
 
 DataParallelKind = Literal["none", "replicate", "shard"]
@@ -96,6 +97,8 @@ class ParallelPlan:
     """Of the rank that holds most."""
     state_one_process: StateBytes
     traffic: tuple[Traffic, ...]
+    recompute: RecomputePlan = field(default_factory=RecomputePlan)
+    compile: CompilePlan = field(default_factory=CompilePlan)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain containers and words, fit for JSON."""

@@ -23,6 +23,7 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects, maxima
 from lightning_pardist.run.buffers import average_statistics_
 from lightning_pardist.run.step import StepRunner
+from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, check_recompute, compile_options
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.options import PipelineOptions, TensorOptions, refuse_options
@@ -58,6 +59,8 @@ class HybridStrategy(CheckpointHooks):
         zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         cpu_offload: keep sharded state in host memory.
         fsdp_units: class names or module name patterns that replace the derived sharding units.
+        recompute: which activations are computed again in the backward pass instead of being kept.
+        compile: compile each block, before it is sharded; True, or options of torch.compile.
         gradient_clip_norm_type: p of the norm that ``Trainer(gradient_clip_val=...)`` clips by.
         on_nonfinite_loss: what all ranks do when the loss of any is NaN or infinite: ``"propagate"`` it as one process
             would (no cost), ``"skip"`` the step or ``"raise"`` (both wait for the loss on the device).
@@ -92,6 +95,8 @@ class HybridStrategy(CheckpointHooks):
         zero_stage: Literal[0, 1, 2, 3] = 3,
         cpu_offload: bool = False,
         fsdp_units: Sequence[str] | None = None,
+        recompute: RecomputeOptions | None = None,
+        compile: bool | CompileOptions = False,
         gradient_clip_norm_type: float = 2.0,
         on_nonfinite_loss: OnNonFinite = "propagate",
         gather_predictions: bool = False,
@@ -135,6 +140,8 @@ class HybridStrategy(CheckpointHooks):
         self._on_nonfinite = check_on_nonfinite(on_nonfinite_loss)
         self._gather_predictions = gather_predictions
         self._sample_batch = sample_batch
+        self._recompute = check_recompute(recompute)
+        self._compile = compile_options(compile)
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
         self._runner: StepRunner | None = None
@@ -208,6 +215,8 @@ class HybridStrategy(CheckpointHooks):
             layer_sync=self._layer_sync is not None,
             sample_batch=self._sample_batch,
             loaders=self._train_loaders if fitting else None,
+            recompute=self._recompute,
+            compile=self._compile,
         )
         is_new = self._parallel_model is None or self._parallel_model.module is not module
         self._parallel_model = spread(module, request)
