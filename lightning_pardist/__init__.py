@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_pardist.specs.config import ParallelConfig
     from lightning_pardist.specs.model_profile import ModelProfile
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
+    from lightning_pardist.strategies.estimating import estimate
     from lightning_pardist.strategies.hybrid import HybridStrategy
 
 __all__ = [
@@ -27,6 +28,7 @@ __all__ = [
     "CompileOptions",
     "ModelProfile",
     "profile_model",
+    "estimate",
     "data_parallel_rank_and_size",
     "ParallelThroughput",
     "PlanFile",
@@ -40,6 +42,7 @@ _HOME = {
     "CompileOptions": "lightning_pardist.specs.block_levers",
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
+    "estimate": "lightning_pardist.strategies.estimating",
     "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",
     "ParallelThroughput": "lightning_pardist.callbacks",
     "PlanFile": "lightning_pardist.callbacks",

@@ -105,7 +105,7 @@ def hide_hooks_from_modes(module: FSDPModule) -> None:
 
     for handle in {state._pre_forward_hook_handle, state._post_forward_hook_handle}:
         for each in getattr(handle, "handles", (handle,)):  # a group of modules has one handle for all its hooks
-            table = each.hooks_dict_ref()
+            table: Any = each.hooks_dict_ref()
             table[each.id] = hidden(table[each.id])
 
 

@@ -20,7 +20,6 @@ from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
     create_selective_checkpoint_contexts,
-    noop_context_fn,
 )
 
 from lightning_pardist.base.batch_norm import is_batch_norm
@@ -55,7 +54,7 @@ class Recomputation:
 
 def recompute_block(block: nn.Module, how: Recomputation) -> None:
     """Makes a block recompute its activations, in place."""
-    inner = unbound_forward(block)
+    inner, selective = unbound_forward(block), bool(how.kept)
 
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
@@ -66,8 +65,10 @@ def recompute_block(block: nn.Module, how: Recomputation) -> None:
             return inner(self, *flat[:count], **dict(zip(names, flat[count:])))
 
         if torch.compiler.is_compiling():
-            contexts = noop_context_fn if not how.kept else partial(_selective, how)
-            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=contexts)
+            # In two calls: the compiler takes what it can see to be torch's default, or a partial made right here.
+            if not selective:
+                return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
+            return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=partial(_selective, how))
         before = {name: version_counter(buffer) for name, buffer in self.named_buffers()}
         # Positional, so that torch keeps tensors among the keyword arguments as it keeps others.
         out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=partial(_contexts, self, how))

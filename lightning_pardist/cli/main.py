@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_pardist.cli import checkpoint
+from lightning_pardist.cli import checkpoint, plan
 
 _COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], Callable[[Namespace], None], str]] = {
+    "plan": (plan.add_commands, plan.run, "foretell what a training will take on a cluster"),
     "checkpoint": (checkpoint.add_commands, checkpoint.run, "look at, check and convert checkpoints"),
 }
 """Word, what adds its arguments, what does it, one line of help."""

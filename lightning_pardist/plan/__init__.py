@@ -34,5 +34,5 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
         traffic=step_traffic(given.profile, data_parallel, given.sizes, given.precision),
         recompute=given.recompute,
-        compile=plan_compile(given.profile, given.compile),
+        compile=plan_compile(given.profile, given.compile, data_parallel.units),
     )

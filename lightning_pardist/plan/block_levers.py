@@ -10,6 +10,7 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.base.recomputing import EXPENSIVE_OPS, resolve_ops
 from lightning_pardist.specs.block_levers import CompileOptions, CompilePlan, RecomputeOptions, RecomputePlan
 from lightning_pardist.specs.model_profile import BlockProfile, ModelProfile
+from lightning_pardist.specs.parallel_plan import ShardUnit
 
 
 def plan_recompute(profile: ModelProfile, options: RecomputeOptions | None) -> RecomputePlan:
@@ -74,15 +75,26 @@ def with_costs(
     )
 
 
-def plan_compile(profile: ModelProfile, options: CompileOptions | None) -> CompilePlan:
+def plan_compile(profile: ModelProfile, options: CompileOptions | None, units: Sequence[ShardUnit]) -> CompilePlan:
     """Returns which blocks are compiled.
 
     Raises:
-        ValueError: if there are no blocks.
+        ValueError: if there are no blocks, or a sharding unit inside one would break its graph.
     """
     if options is None:
         return CompilePlan()
     _check_blocks(profile, "compile", options)
+    inside = tuple(f"{block.name}." for block in profile.blocks())
+    inner = [name for unit in units for name in unit.modules if name.startswith(inside)]
+    if options.fullgraph and inner:
+        raise ValueError(
+            message(
+                "A compiled block is one graph, so no sharding unit may lie inside it.",
+                got=f"the unit of {inner[0]}" + (f" and {len(inner) - 1} more" if len(inner) > 1 else ""),
+                source="fsdp_units, or batch norms under bf16-mixed, which keep a unit of their own in fp32",
+                change="set compile=CompileOptions(fullgraph=False), use whole blocks as units, or precision='32-true'",
+            )
+        )
     return CompilePlan(blocks=tuple(block.name for block in profile.blocks()), options=options)
 
 

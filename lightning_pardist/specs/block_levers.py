@@ -39,12 +39,12 @@ class RecomputeOptions:
                 "1 recomputes every block, 2 every second one",
             )
         for name in ("ops", "blocks"):
-            value: object = getattr(self, name)
-            if not isinstance(value, (list, tuple)) or not all(isinstance(entry, str) for entry in value):
+            value = tuple(getattr(self, name)) if isinstance(getattr(self, name), (list, tuple)) else None
+            if value is None or not all(isinstance(entry, str) for entry in value):
                 raise _wrong(
-                    f"RecomputeOptions.{name} must be a list of texts.", f"{name}={value!r}", f"write {name}=[...]"
+                    f"RecomputeOptions.{name} must be a list of texts.", f"{name}={getattr(self, name)!r}", f"write {name}=[...]"
                 )
-            object.__setattr__(self, name, tuple(value))
+            object.__setattr__(self, name, value)
         if self.ops and self.mode != "selective":
             raise _wrong(
                 "RecomputeOptions.ops says what a selective recomputation keeps.",

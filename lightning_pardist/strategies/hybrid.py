@@ -140,8 +140,8 @@ class HybridStrategy(CheckpointHooks):
         self._on_nonfinite = check_on_nonfinite(on_nonfinite_loss)
         self._gather_predictions = gather_predictions
         self._sample_batch = sample_batch
-        self._recompute = check_recompute(recompute)
-        self._compile = compile_options(compile)
+        self.recompute = check_recompute(recompute)
+        self.compile = compile_options(compile)
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
         self._runner: StepRunner | None = None
@@ -215,8 +215,8 @@ class HybridStrategy(CheckpointHooks):
             layer_sync=self._layer_sync is not None,
             sample_batch=self._sample_batch,
             loaders=self._train_loaders if fitting else None,
-            recompute=self._recompute,
-            compile=self._compile,
+            recompute=self.recompute,
+            compile=self.compile,
         )
         is_new = self._parallel_model is None or self._parallel_model.module is not module
         self._parallel_model = spread(module, request)

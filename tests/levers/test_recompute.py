@@ -80,7 +80,7 @@ def _synchronised(arguments: dict[str, Any]) -> Seen:
     return train(arguments, sync_batchnorm=True)
 
 
-# ---- bytes ------------------------------------------------------------------------------------------------------------
+# ---- bytes ---
 
 
 class Kept(L.Callback):
@@ -168,7 +168,7 @@ def test_selective_keeps_the_named_results_too() -> None:
     assert nothing.saved_activation_bytes < real.saved / 4
 
 
-# ---- names ------------------------------------------------------------------------------------------------------------
+# ---- names ---
 
 
 @pytest.mark.parametrize(
@@ -204,6 +204,7 @@ BAD: dict[str, tuple[type[Net], dict[str, Any], str]] = {
     "unused operator": (Net, {"recompute": RecomputeOptions(mode="selective", ops=["bmm"])}, "'bmm' matches nothing"),
     "no stack": (Flat, {"recompute": FULL}, "recompute acts on the blocks"),
     "no stack to compile": (Flat, {"compile": True}, "compile acts on the blocks"),
+    "unit inside": (Net, {"compile": True, "fsdp_units": ["Block", "*.qkv"]}, "the unit of blocks.0.qkv and 3 more"),
     "buffers": (Writes, {"recompute": FULL}, "writes to its buffer 'calls'"),
 }
 
