@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lightning_pardist.describe import profile_model
     from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions
     from lightning_pardist.specs.config import ParallelConfig
+    from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
     from lightning_pardist.specs.model_profile import ModelProfile
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
     from lightning_pardist.strategies.estimating import estimate
@@ -26,6 +27,7 @@ __all__ = [
     "ParallelConfig",
     "RecomputeOptions",
     "CompileOptions",
+    "DiagnosisOptions",
     "ModelProfile",
     "profile_model",
     "estimate",
@@ -40,6 +42,7 @@ _HOME = {
     "ParallelConfig": "lightning_pardist.specs.config",
     "RecomputeOptions": "lightning_pardist.specs.block_levers",
     "CompileOptions": "lightning_pardist.specs.block_levers",
+    "DiagnosisOptions": "lightning_pardist.specs.diagnosis_options",
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
     "estimate": "lightning_pardist.strategies.estimating",

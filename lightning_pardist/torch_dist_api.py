@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
+import torch
 from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
@@ -25,6 +27,17 @@ def flatten_axes(mesh: DeviceMesh, axes: Sequence[str], *, name: str) -> DeviceM
     ``DeviceMesh._flatten`` is what torchtitan and accelerate use; torch has no public spelling in 2.13.
     """
     return mesh[tuple(axes)]._flatten(name)
+
+
+def default_store() -> Store:
+    """Returns the key-value store that the ranks met at. Its waits can be bounded and tell who is missing."""
+    return distributed_c10d._get_default_store()
+
+
+def sequence_number(group: ProcessGroup, device: torch.device) -> int:
+    """Returns how many collectives this rank has started on a group."""
+    backend: Any = group._get_backend(device)
+    return int(backend._get_sequence_number_for_group())
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:

@@ -32,7 +32,8 @@ class RecomputeOptions:
                 f"mode={self.mode!r}",
                 "use one of these words",
             )
-        if not isinstance(self.every, int) or isinstance(self.every, bool) or self.every < 1:
+        every: object = self.every
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
             raise _wrong(
                 "RecomputeOptions.every must be a positive integer.",
                 f"every={self.every!r}",
@@ -42,7 +43,9 @@ class RecomputeOptions:
             value = tuple(getattr(self, name)) if isinstance(getattr(self, name), (list, tuple)) else None
             if value is None or not all(isinstance(entry, str) for entry in value):
                 raise _wrong(
-                    f"RecomputeOptions.{name} must be a list of texts.", f"{name}={getattr(self, name)!r}", f"write {name}=[...]"
+                    f"RecomputeOptions.{name} must be a list of texts.",
+                    f"{name}={getattr(self, name)!r}",
+                    f"write {name}=[...]",
                 )
             object.__setattr__(self, name, value)
         if self.ops and self.mode != "selective":

@@ -26,6 +26,7 @@ from lightning_pardist.run.step import StepRunner
 from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, check_recompute, compile_options
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
+from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
 from lightning_pardist.specs.options import PipelineOptions, TensorOptions, refuse_options
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.strategies import lightning_api
@@ -37,6 +38,7 @@ from lightning_pardist.strategies.batches import (
 )
 from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refuse_checkpoint_io
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
+from lightning_pardist.strategies.diagnosis import Diagnosis
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
 from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
@@ -68,6 +70,7 @@ class HybridStrategy(CheckpointHooks):
         sample_batch: a batch to describe the module with, if the training data cannot give one.
         print_plan: show the plan as a table at the start, on rank 0.
         checkpoint: how checkpoints are written and checked.
+        diagnosis: how long ranks wait for each other, and what they compare in debug mode.
         tensor: options of tensor parallelism (not in this version).
         pipeline: options of pipeline parallelism (not in this version).
         accelerator: as in Lightning; normally the Trainer's.
@@ -103,6 +106,7 @@ class HybridStrategy(CheckpointHooks):
         sample_batch: Any = None,
         print_plan: bool = True,
         checkpoint: CheckpointOptions | None = None,
+        diagnosis: DiagnosisOptions | None = None,
         tensor: TensorOptions | None = None,
         pipeline: PipelineOptions | None = None,
         accelerator: Accelerator | None = None,
@@ -149,6 +153,8 @@ class HybridStrategy(CheckpointHooks):
         self._train_loaders: lightning_api.TrainLoaders | None = None
         self._guard = SkipGuard()
         self._keeper = CheckpointKeeper(checkpoint or CheckpointOptions(), self._asked)
+        self.diagnosis_options = diagnosis or DiagnosisOptions()
+        self._diagnosis = Diagnosis(self.diagnosis_options, timeout)
         self._termination: lightning_api.TerminationWatch | None = None
         self._undo: list[Callable[[], None]] = []
         self._turns = Turns()
@@ -237,6 +243,7 @@ class HybridStrategy(CheckpointHooks):
             self._undo.append(lightning_api.before_dataloader(trainer, self._before_dealing))
             self._termination = lightning_api.TerminationWatch(trainer)
             self._undo.append(self._termination.uninstall)
+        self._diagnosis.start(self._parallel_model)
         if self._print_plan and self.is_global_zero and (is_new or fitting):
             announce(self._parallel_model, self.optimizers)
 
@@ -292,7 +299,13 @@ class HybridStrategy(CheckpointHooks):
                 return module.training_step(*args, **kwargs)
         assert self._logs is not None
         batch = args[0] if args else next(iter(kwargs.values()), None)
-        with self._logs.noting(batch) as noted, self.precision_plugin.train_step_context():
+        index = self._trainer().fit_loop.batch_idx
+        self._diagnosis.compare(self._trainer(), batch, index)
+        with (
+            self._diagnosis.inside("forward", self._trainer(), index),
+            self._logs.noting(batch) as noted,
+            self.precision_plugin.train_step_context(),
+        ):
             output = runner.forward(lambda: module.training_step(*args, **kwargs))
         return self._agree_on(output, noted)
 
@@ -304,8 +317,9 @@ class HybridStrategy(CheckpointHooks):
             return closure_loss.detach()
         self.pre_backward(closure_loss)
         loss = runner.loss_to_backward(self.precision_plugin.pre_backward(closure_loss, module))
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        runner.after_backward()
+        with self._diagnosis.inside("backward", self._trainer()):
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            runner.after_backward()
         self._guard.saw_backward()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
@@ -354,7 +368,7 @@ class HybridStrategy(CheckpointHooks):
 
     def _evaluate(self, step: Callable[[], Any]) -> Any:
         runner = self._live_runner()
-        with torch.inference_mode(False), torch.no_grad():
+        with self._diagnosis.inside("evaluation", self._trainer()), torch.inference_mode(False), torch.no_grad():
             output = runner.forward(step)
             joins = self._turns.left_to_join()
             if joins and self._logs is not None:
@@ -439,7 +453,13 @@ class HybridStrategy(CheckpointHooks):
     # ---- the end -------------------------------------------------------------------------------------------------
 
     @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._diagnosis.tell(exception)
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
+        self._diagnosis.close()
         try:
             self._keeper.close()  # raises what a save that was under way failed with
         finally:

@@ -21,7 +21,9 @@ from typing_extensions import override
 from lightning_pardist.base.errors import message
 from lightning_pardist.mesh import Meshes, build_meshes
 from lightning_pardist.run.agree import maxima
+from lightning_pardist.run.meeting import meet
 from lightning_pardist.specs.config import ParallelConfig
+from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import publish_data_rank
 from lightning_pardist.strategies.launcher import Asked, InProcessLauncher, ScriptLauncher
@@ -49,6 +51,7 @@ class MeshStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._asked = Asked()
+        self.diagnosis_options = DiagnosisOptions()
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -138,6 +141,15 @@ class MeshStrategy(ParallelStrategy):
         publish_data_rank(self._meshes)
 
     def _connect(self) -> None:
+        if not lightning_api.distributed_is_initialized():
+            assert self.cluster_environment is not None
+            meet(
+                self.cluster_environment.main_address,
+                self.cluster_environment.main_port,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout_s=self.diagnosis_options.start_timeout_s,
+            )
         self._process_group_backend = self._process_group_backend or lightning_api.default_backend(self.root_device)
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device
