@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pardist import DiagnosisOptions
 from lightning_pardist.run.fingerprint import RanksDifferError, checksum
 from lightning_pardist.run.meeting import RanksMissingError, meet
-from tests.strategies.common import Tower, loader, make_trainer
+from tests.strategies.common import HYBRID, Tower, loader, make_trainer
 from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(200)
@@ -64,17 +64,17 @@ class _OwnWay(Tower):
 
 def _compare(kind: str) -> None:
     diagnosis = DiagnosisOptions(compare_steps=True)
-    layout = {"zero_stage": 3, "diagnosis": diagnosis, "data_parallel_replicate_size": 1}
-    trainer = make_trainer(layout, dist.get_world_size(), max_steps=4)
+    # Two copies, so that the shards' group is none that ranks agree by between two steps.
+    trainer = make_trainer({**HYBRID, "diagnosis": diagnosis}, dist.get_world_size(), max_steps=4)
     trainer.fit(Tower() if kind == "same" else _OwnWay(), loader(32, 4))
 
 
 def test_equal_steps_pass(run_distributed: WorkerPool) -> None:
-    run_distributed(_compare, "same")
+    run_distributed(_compare, "same", world_size=4)
 
 
 def test_a_collective_of_one_rank_is_named(run_distributed: WorkerPool) -> None:
-    for error in run_distributed.errors(_compare, "own way", timeout=100.0):
+    for error in run_distributed.errors(_compare, "own way", world_size=4, timeout=100.0):
         assert isinstance(error, RanksDifferError), error
         assert re.search(r"rank 1 has started \d+ collectives on data_parallel_shard, rank 0 \d+", str(error))
 

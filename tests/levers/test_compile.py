@@ -28,41 +28,38 @@ def _counting(graph: Any, inputs: Any) -> Any:
     return aot_eager(graph, inputs)
 
 
-def _run(layout: dict[str, Any], precision: str) -> list[tuple[Seen, int, int]]:
+CASES: dict[str, tuple[dict[str, Any], str, RecomputeOptions | None]] = {
+    "ddp, recomputed": ({"zero_stage": 0}, "32-true", RecomputeOptions()),
+    "fsdp": ({"zero_stage": 3}, "32-true", None),
+    "fsdp, offloaded, recomputed by operator, bf16": (
+        {"zero_stage": 3, "cpu_offload": True},
+        "bf16-mixed",
+        RecomputeOptions(mode="selective"),
+    ),
+}
+
+
+def _run(layout: dict[str, Any], precision: str, recompute: RecomputeOptions | None) -> tuple[Seen, Seen, int, int]:
+    """Returns what eager code and compiled code did, how many graphs there were and how many breaks."""
     if "counting" not in torch.compiler.list_backends(()):
         register_backend(_counting, name="counting")
-    found = []
-    compiled = CompileOptions(backend="counting")
-    for arguments in (
-        {},
-        {"compile": compiled},
-        {"compile": compiled, "recompute": RecomputeOptions()},
-        {"compile": compiled, "recompute": RecomputeOptions(mode="selective")},
-    ):
-        torch.compiler.reset()
-        GRAPHS.clear()
-        seen = train({**layout, **arguments}, partial(Net, depth=DEPTH, batch_norm=False), precision=precision)
-        found.append((seen, len(GRAPHS), sum(counters["graph_break"].values())))
-    return found
+    make = partial(Net, depth=DEPTH, batch_norm=False)
+    eager = train(layout, make, precision=precision)
+    assert not GRAPHS
+    compiled = {"compile": CompileOptions(backend="counting"), "recompute": recompute}
+    seen = train({**layout, **compiled}, make, precision=precision)
+    count = len(GRAPHS)
+    GRAPHS.clear()
+    return eager, seen, count, sum(counters["graph_break"].values())
 
 
-@pytest.mark.parametrize(
-    ("layout", "precision"),
-    [
-        ({"zero_stage": 0}, "32-true"),
-        ({"zero_stage": 3}, "32-true"),
-        ({"zero_stage": 3, "cpu_offload": True}, "bf16-mixed"),
-    ],
-    ids=["ddp", "fsdp", "offloaded bf16"],
-)
-def test_the_numbers_of_eager_code(run_distributed: WorkerPool, layout: dict[str, Any], precision: str) -> None:
-    tolerance = 1e-5 if precision == "32-true" else 2e-2
-    for (eager, none, _), *others in run_distributed(_run, layout, precision, timeout=240.0):
-        assert none == 0
-        for seen, graphs, breaks in others:
-            assert breaks == 0
-            assert 1 <= graphs <= 8  # training and evaluation; like blocks share what was compiled for the first
-            assert seen.state.keys() == eager.state.keys()
-            torch.testing.assert_close(seen.losses, eager.losses, rtol=tolerance, atol=tolerance)
-            for name, value in eager.state.items():
-                torch.testing.assert_close(seen.state[name], value, rtol=tolerance, atol=tolerance, msg=name)
+@pytest.mark.parametrize("name", CASES)
+def test_the_numbers_of_eager_code(run_distributed: WorkerPool, name: str) -> None:
+    tolerance = 1e-5 if CASES[name][1] == "32-true" else 2e-2
+    for eager, seen, graphs, breaks in run_distributed(_run, *CASES[name], timeout=240.0):
+        assert breaks == 0
+        assert 1 <= graphs <= 8  # training and evaluation; like blocks share what was compiled for the first
+        assert seen.state.keys() == eager.state.keys()
+        torch.testing.assert_close(seen.losses, eager.losses, rtol=tolerance, atol=tolerance)
+        for key, value in eager.state.items():
+            torch.testing.assert_close(seen.state[key], value, rtol=tolerance, atol=tolerance, msg=key)
