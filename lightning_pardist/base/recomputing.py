@@ -7,6 +7,7 @@ the copy's own layers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -69,6 +70,7 @@ def recompute_block(block: nn.Module, how: Recomputation) -> None:
             if not selective:
                 return checkpoint(run, *args, *kwargs.values(), use_reentrant=False)
             return checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=partial(_selective, how))
+        run = _from_the_same_caches(run, (*args, *kwargs.values()))
         before = {name: version_counter(buffer) for name, buffer in self.named_buffers()}
         # Positional, so that torch keeps tensors among the keyword arguments as it keeps others.
         out = checkpoint(run, *args, *kwargs.values(), use_reentrant=False, context_fn=partial(_contexts, self, how))
@@ -134,6 +136,38 @@ def _selective(how: Recomputation) -> Any:
 def _contexts(block: nn.Module, how: Recomputation) -> tuple[Any, Any]:
     first, again = _selective(how) if how.kept else (nullcontext(), nullcontext())
     return first, _recomputing(block, how, again)
+
+
+def _from_the_same_caches(run: Callable[..., Any], given: Sequence[Any]) -> Callable[..., Any]:
+    """Returns ``run`` that gives key-value caches to its second and later calls as the first call found them.
+
+    Models of transformers fill a cache in training too, unless told otherwise; a recomputation that found its own keys
+    there already would attend to them twice.
+    """
+    before = {position: _copy_of_cache(value) for position, value in enumerate(given) if _is_cache(value)}
+    if not before:
+        return run
+    calls = 0
+
+    def rerun(*flat: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            return run(*flat)
+        return run(*(_copy_of_cache(before[i]) if i in before else value for i, value in enumerate(flat)))
+
+    return rerun
+
+
+def _is_cache(value: object) -> bool:
+    return any(base.__module__ == "transformers.cache_utils" for base in type(value).__mro__)
+
+
+def _copy_of_cache(cache: Any) -> Any:
+    """Returns a copy that shares tensors: a cache that grows replaces its tensors, it does not write to them."""
+    tensors = [value for layer in getattr(cache, "layers", ()) for value in vars(layer).values()]
+    tensors += list(vars(cache).values())
+    return copy.deepcopy(cache, {id(value): value for value in tensors if isinstance(value, Tensor)})
 
 
 @contextmanager

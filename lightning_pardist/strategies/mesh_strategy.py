@@ -130,6 +130,7 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         # Before any collective: a wrong layout must not leave a rank waiting.
+        self._check_ranks_started()
         sizes = self.config.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         reset_seed()
         if self.world_size > 1:
@@ -139,6 +140,22 @@ class MeshStrategy(ParallelStrategy):
             assert self.lightning_module is not None
             lightning_api.set_device_mesh(self.lightning_module, self._meshes.world)
         publish_data_rank(self._meshes)
+
+    def _check_ranks_started(self) -> None:
+        """Refuses a launcher that has started other ranks than the Trainer was told."""
+        assert self.cluster_environment is not None
+        started, asked = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        if started != asked:
+            where = type(self.cluster_environment).__name__
+            raise ValueError(
+                message(
+                    "The launcher must start as many ranks as the Trainer is told.",
+                    got=f"{started} ranks were started; "
+                    f"devices={self.num_processes} x num_nodes={self.num_nodes} = {asked}",
+                    source=f"{where} (WORLD_SIZE or SLURM_NTASKS), and Trainer(devices=..., num_nodes=...)",
+                    change="set devices to the ranks per node (torchrun's --nproc_per_node), num_nodes to the nodes",
+                )
+            )
 
     def _connect(self) -> None:
         if not lightning_api.distributed_is_initialized():

@@ -109,6 +109,8 @@ def start(node: Node, first: Node, folder: Path, attempt: str, *arguments: str) 
         sys.executable, "-m", "torch.distributed.run",
         "--nnodes=2", f"--nproc_per_node={PROCESSES}", f"--rdzv_id={attempt}", "--rdzv_backend=c10d",
         f"--rdzv_endpoint={first.address}:{PORT}", f"--local_addr={node.address}", "--max_restarts=0",
+        # A namespace has no host name of its own, by which the agent would know that the endpoint is here.
+        f"--rdzv_conf=is_host={'true' if node is first else 'false'}",
         *PROGRAM, str(folder), f"--devices={PROCESSES}", "--num_nodes=2", *arguments,
     ]  # fmt: skip
     log = folder / f"{attempt}-{node.name[-1]}.log"
