@@ -66,7 +66,7 @@ def _compare(kind: str) -> None:
     diagnosis = DiagnosisOptions(compare_steps=True)
     # Two copies, so that the shards' group is none that ranks agree by between two steps.
     trainer = make_trainer({**HYBRID, "diagnosis": diagnosis}, dist.get_world_size(), max_steps=4)
-    trainer.fit(Tower() if kind == "same" else _OwnWay(), loader(32, 4))
+    trainer.fit(Tower() if kind == "same" else _OwnWay(), loader(64, 4))
 
 
 def test_equal_steps_pass(run_distributed: WorkerPool) -> None:
