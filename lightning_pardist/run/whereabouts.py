@@ -45,9 +45,11 @@ class Whereabouts:
         """Notes that the rank is in a phase of a step; a phase that fails stays noted, for ``text``."""
         self._step = self._step if step is None else step
         self._micro_batch = self._micro_batch if micro_batch is None else micro_batch
+        outer = self._phase, self._block
         self._phase, self._block, self._since = phase, "", time.monotonic()
         yield
-        self._phase, self._since = "", time.monotonic()
+        self._phase, self._block = outer
+        self._since = time.monotonic()
 
     def text(self) -> str:
         """Returns the position in words."""

@@ -307,7 +307,8 @@ class HybridStrategy(CheckpointHooks):
             self.precision_plugin.train_step_context(),
         ):
             output = runner.forward(lambda: module.training_step(*args, **kwargs))
-        return self._agree_on(output, noted)
+        with self._diagnosis.inside("the agreement after forward", self._trainer(), index):
+            return self._agree_on(output, noted)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -343,7 +344,8 @@ class HybridStrategy(CheckpointHooks):
             result = closure()
         if self._guard.window_is_empty():
             return result
-        return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+        with self._diagnosis.inside("the optimizer's step", self._trainer()):
+            return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     @contextmanager
     @override
@@ -451,6 +453,11 @@ class HybridStrategy(CheckpointHooks):
         sync_epoch_metrics(self._trainer(), self._meshes, self.root_device)
 
     # ---- the end -------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        with self._diagnosis.inside("saving a checkpoint", self._trainer()):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
 
     @override
     def on_exception(self, exception: BaseException) -> None:

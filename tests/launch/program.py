@@ -13,8 +13,10 @@ from typing import Any
 import lightning as L
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_pardist import DiagnosisOptions, HybridStrategy
+from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from tests.strategies.common import Tower, loader
 
 STEPS, ROWS = 8, 8
@@ -49,6 +51,7 @@ def main() -> None:
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     strategy = HybridStrategy(
         timeout=timedelta(seconds=options.timeout),
+        checkpoint=CheckpointOptions(timeout_s=options.timeout),
         diagnosis=DiagnosisOptions(start_timeout_s=options.timeout, compare_steps=True),
     )
     trainer = L.Trainer(
@@ -65,7 +68,9 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    trainer.fit(Tower(), loader(STEPS * ROWS, ROWS // world_size), ckpt_path="last" if options.resume else None)
+    # A loader that keeps its position: a run that is cut amid an epoch goes on at the next unseen sample.
+    data = StatefulDataLoader(loader(STEPS * ROWS, 1).dataset, batch_size=ROWS // world_size)
+    trainer.fit(Tower(), data, ckpt_path="last" if options.resume else None)
     print(f"rank {rank} has finished", flush=True)
 
 
