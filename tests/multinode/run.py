@@ -110,7 +110,8 @@ def start(node: Node, first: Node, folder: Path, attempt: str, *arguments: str) 
         "--nnodes=2", f"--nproc_per_node={PROCESSES}", f"--rdzv_id={attempt}", "--rdzv_backend=c10d",
         f"--rdzv_endpoint={first.address}:{PORT}", f"--local_addr={node.address}", "--max_restarts=0",
         # A namespace has no host name of its own, by which the agent would know that the endpoint is here.
-        f"--rdzv_conf=is_host={'true' if node is first else 'false'}",
+        # read_timeout: how long the agent itself waits for an answer from the other side of a link that may be cut.
+        f"--rdzv_conf=is_host={'true' if node is first else 'false'},read_timeout=10",
         *PROGRAM, str(folder), f"--devices={PROCESSES}", "--num_nodes=2", *arguments,
     ]  # fmt: skip
     log = folder / f"{attempt}-{node.name[-1]}.log"
