@@ -14,20 +14,27 @@ if TYPE_CHECKING:
     from lightning_pardist.base.version import __version__
     from lightning_pardist.callbacks import ParallelThroughput, PlanFile
     from lightning_pardist.describe import profile_model
+    from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions
     from lightning_pardist.specs.config import ParallelConfig
+    from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
     from lightning_pardist.specs.model_profile import ModelProfile
     from lightning_pardist.specs.tensor_options import TensorOptions
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
+    from lightning_pardist.strategies.estimating import estimate
     from lightning_pardist.strategies.hybrid import HybridStrategy
     from lightning_pardist.torch_dist_api import whole_tensor
 
 __all__ = [
     "HybridStrategy",
     "ParallelConfig",
+    "RecomputeOptions",
+    "CompileOptions",
+    "DiagnosisOptions",
     "ModelProfile",
     "profile_model",
     "TensorOptions",
     "whole_tensor",
+    "estimate",
     "data_parallel_rank_and_size",
     "ParallelThroughput",
     "PlanFile",
@@ -37,10 +44,14 @@ __all__ = [
 _HOME = {
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
     "ParallelConfig": "lightning_pardist.specs.config",
+    "RecomputeOptions": "lightning_pardist.specs.block_levers",
+    "CompileOptions": "lightning_pardist.specs.block_levers",
+    "DiagnosisOptions": "lightning_pardist.specs.diagnosis_options",
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
     "TensorOptions": "lightning_pardist.specs.tensor_options",
     "whole_tensor": "lightning_pardist.torch_dist_api",
+    "estimate": "lightning_pardist.strategies.estimating",
     "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",
     "ParallelThroughput": "lightning_pardist.callbacks",
     "PlanFile": "lightning_pardist.callbacks",

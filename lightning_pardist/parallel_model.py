@@ -33,6 +33,12 @@ class HeldParameter:
         self.stored = stored
         self.local = local
 
+    @property
+    def is_local(self) -> bool:
+        """True while the user's code would see the plain tensor."""
+        module, name = self.owners[0]
+        return getattr(module, name) is self.local
+
     def show_local(self) -> None:
         """Lets the user's code see the plain tensor."""
         self.local.requires_grad_(self.stored.requires_grad)

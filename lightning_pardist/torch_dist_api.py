@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
@@ -12,10 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import Store
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.nn.parallel import DistributedDataParallel
+
+from lightning_pardist.base.torch_api import without_dispatch_modes
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -27,6 +31,17 @@ def flatten_axes(mesh: DeviceMesh, axes: Sequence[str], *, name: str) -> DeviceM
     ``DeviceMesh._flatten`` is what torchtitan and accelerate use; torch has no public spelling in 2.13.
     """
     return mesh[tuple(axes)]._flatten(name)
+
+
+def default_store() -> Store:
+    """Returns the key-value store that the ranks met at. Its waits can be bounded and tell who is missing."""
+    return distributed_c10d._get_default_store()
+
+
+def sequence_number(group: ProcessGroup, device: torch.device) -> int:
+    """Returns how many collectives this rank has started on a group."""
+    backend: Any = group._get_backend(device)
+    return int(backend._get_sequence_number_for_group())
 
 
 def set_group_timeout(group: ProcessGroup, timeout: timedelta) -> None:
@@ -90,6 +105,27 @@ def quiet_forward_hooks(root: FSDPModule, quiet: Callable[[], bool]) -> None:
         hooks[handle.id] = guarded(hooks[handle.id])
 
 
+def hide_hooks_from_modes(module: FSDPModule) -> None:
+    """Makes fully_shard's hooks around ``module(...)`` invisible to dispatch modes.
+
+    For units inside a block that is recomputed selectively: torch's selective checkpoint matches the operators of the
+    recomputation with those of the forward pass one by one, and a unit that is gathered already gathers nothing again.
+    """
+    state = module._get_fsdp_state()
+
+    def hidden(hook: Callable[..., Any]) -> Callable[..., Any]:
+        def without_modes(*args: Any) -> Any:
+            with without_dispatch_modes():
+                return hook(*args)
+
+        return without_modes
+
+    for handle in {state._pre_forward_hook_handle, state._post_forward_hook_handle}:
+        for each in getattr(handle, "handles", (handle,)):  # a group of modules has one handle for all its hooks
+            table: Any = each.hooks_dict_ref()
+            table[each.id] = hidden(table[each.id])
+
+
 def whole_parameter(record: Any) -> nn.Parameter | None:
     """Returns the parameter that the user's code computes with, None before it was first gathered.
 
@@ -97,6 +133,21 @@ def whole_parameter(record: Any) -> nn.Parameter | None:
         record: one of ``fsdp_parameters``.
     """
     return getattr(record, "_unsharded_param", None)
+
+
+@contextmanager
+def outside_reducer() -> Iterator[None]:
+    """Hides the running DistributedDataParallel from torch.compile in this context.
+
+    Otherwise it would cut what it compiles at the reducer's buckets, and refuse checkpoints inside. Blocks that are
+    compiled one by one already let gradients start on their way after each block.
+    """
+    before = DistributedDataParallel._active_ddp_module
+    DistributedDataParallel._active_ddp_module = None
+    try:
+        yield
+    finally:
+        DistributedDataParallel._active_ddp_module = before
 
 
 CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")

@@ -23,7 +23,7 @@ from lightning_pardist.apply.tensor_parallel import TensorCutter
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.parallel_model import ROOT_CALL, HeldScalar, ParallelModel
 from lightning_pardist.specs.parallel_plan import PrecisionPlan, ShardUnit
-from lightning_pardist.torch_dist_api import compute_on_local_shards, quiet_forward_hooks
+from lightning_pardist.torch_dist_api import compute_on_local_shards, hide_hooks_from_modes, quiet_forward_hooks
 
 
 def shard_units(model: ParallelModel, weights: Weights, cutter: TensorCutter | None = None) -> None:
@@ -52,10 +52,22 @@ def shard_units(model: ParallelModel, weights: Weights, cutter: TensorCutter | N
         )
     if cutter is not None:
         compute_on_local_shards(module)
+    _hide_inner_units(model)
     call = _RootCall()
     setattr(module, ROOT_CALL, MethodType(call, module))
     register_fsdp_forward_method(module, ROOT_CALL)
     quiet_forward_hooks(cast(FSDPModule, module), lambda: call.running)
+
+
+def _hide_inner_units(model: ParallelModel) -> None:
+    """Keeps the hooks of units inside selectively recomputed blocks out of what the recomputation matches."""
+    recompute = model.plan.recompute
+    if recompute.mode != "selective":
+        return
+    inside = tuple(f"{block}." for block in recompute.blocks)
+    for unit in model.plan.data_parallel.units:
+        if any(name.startswith(inside) for name in unit.modules):
+            hide_hooks_from_modes(cast(FSDPModule, model.module.get_submodule(unit.modules[0])))
 
 
 def hold_scalars(model: ParallelModel, weights: Weights) -> list[HeldScalar]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from lightning_pardist.apply.block_levers import compile_blocks, recompute_blocks
 from lightning_pardist.apply.checks import check_equal_replicas, check_same_plan
 from lightning_pardist.apply.data_parallel import hold_scalars, shard_units
 from lightning_pardist.apply.materialize import Weights
@@ -33,6 +34,10 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
     model = ParallelModel(module=module, plan=plan, meshes=meshes)
     weights = Weights(module, device, meshes)
     cutter = TensorCutter(model) if plan.tensor is not None else None
+    # Inside compiled code, so that the compiler sees what is recomputed; both before sharding, so that one unit is
+    # gathered by hooks around one compiled block.
+    recompute_blocks(model)
+    compile_blocks(model)
     if plan.data_parallel.kind == "shard":
         # Scalars first: they live inside units that are about to be sharded, and fully_shard refuses them.
         model.scalars = hold_scalars(model, weights)

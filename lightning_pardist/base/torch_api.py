@@ -43,9 +43,11 @@ __all__ = [
     "has_step_post_hooks",
     "next_autograd_sequence_number",
     "node_sequence_number",
+    "own_buffers",
     "storage_key",
     "tree_flatten",
     "tree_unflatten",
+    "version_counter",
     "without_dispatch_modes",
     "without_function_modes",
     "wrapper_tensor",
@@ -97,6 +99,16 @@ def next_autograd_sequence_number() -> int:
 def node_sequence_number(node: Node) -> int:
     """Returns the number an autograd node got when the forward pass made it."""
     return node._sequence_nr()
+
+
+def version_counter(tensor: torch.Tensor) -> int:
+    """Returns a number that grows whenever the tensor is written to."""
+    return tensor._version
+
+
+def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """Returns the live table of a module's own buffers; writing to it replaces buffers without any check."""
+    return module._buffers
 
 
 def without_dispatch_modes() -> AbstractContextManager[object]:

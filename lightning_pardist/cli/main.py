@@ -7,9 +7,11 @@ from collections.abc import Callable, Sequence
 
 from jsonargparse import ArgumentParser, Namespace
 
-from lightning_pardist.cli import checkpoint
+from lightning_pardist.cli import checkpoint, doctor, plan
 
 _COMMANDS: dict[str, tuple[Callable[[ArgumentParser], None], Callable[[Namespace], None], str]] = {
+    "plan": (plan.add_commands, plan.run, "foretell what a training will take on a cluster"),
+    "doctor": (doctor.add_commands, doctor.run, "check machine and links, with bounded collectives on every axis"),
     "checkpoint": (checkpoint.add_commands, checkpoint.run, "look at, check and convert checkpoints"),
 }
 """Word, what adds its arguments, what does it, one line of help."""

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler
 
+from lightning_pardist.base.batch_norm import is_batch_norm
 from lightning_pardist.base.torch_api import FakeTensorMode
 
 _ATOMIC = (
@@ -183,3 +184,19 @@ def _set_state(target: Any, state: Any) -> None:
     target.__dict__.update(attributes or {})
     for name, item in (slots or {}).items():
         setattr(target, name, item)
+
+
+def lower_parameters(module: nn.Module, dtype: torch.dtype) -> None:
+    """Gives a fake module the parameters it computes with when they are gathered in a lower dtype.
+
+    Batch norms keep theirs, which must match their running statistics, and so do parameters of no dim.
+    """
+    lowered: dict[int, nn.Parameter] = {}
+    for child in module.modules():
+        for name, parameter in list(child.named_parameters(recurse=False)):
+            if is_batch_norm(child) or not parameter.is_floating_point() or not parameter.dim():
+                continue
+            if id(parameter) not in lowered:
+                with torch.no_grad():
+                    lowered[id(parameter)] = nn.Parameter(parameter.to(dtype), requires_grad=parameter.requires_grad)
+            child.register_parameter(name, lowered[id(parameter)])

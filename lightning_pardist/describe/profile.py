@@ -18,7 +18,7 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.base.torch_api import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from lightning_pardist.describe.assemble import Assembler, block_runs
 from lightning_pardist.describe.blame import blame
-from lightning_pardist.describe.fake_copy import FakeCopier
+from lightning_pardist.describe.fake_copy import FakeCopier, lower_parameters
 from lightning_pardist.describe.known_values import Fact, KnownValues
 from lightning_pardist.describe.libraries import fakes_pass_for_real, libraries_ask_for_fakes
 from lightning_pardist.describe.questions import Questions, UnknownNumber, UnknownValueError
@@ -30,6 +30,8 @@ from lightning_pardist.specs.model_profile import BETWEEN, PREFIX, SUFFIX, Model
 
 Entry = Literal["training_step", "forward"]
 Observer = Callable[[nn.Module, Any], AbstractContextManager[object]]
+Prepare = Callable[[nn.Module, StepRecorder], None]
+"""Changes the fake module before its step."""
 _LOST = "Known from the module tree only: block stacks and parameters. Lost: costs, phases, and what enters each block"
 
 
@@ -102,6 +104,39 @@ def observe_step(
         return _run(_Request(module, batch, entry, None, device, observe))
 
 
+def profile_prepared(
+    module: nn.Module,
+    batch: Any,
+    prepare: Prepare,
+    *,
+    gather_dtype: torch.dtype | None = None,
+    entry: Entry = "training_step",
+    autocast_dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> ModelProfile:
+    """Returns the profile of one step of a fake module that was changed first; a run that fails raises.
+
+    Args:
+        module: as for ``profile_model``.
+        batch: as for ``profile_model``.
+        prepare: changes the fake copy in place.
+        gather_dtype: dtype in which floating parameters are used, as under sharding with mixed precision; None: theirs.
+        entry: what to run.
+        autocast_dtype: as for ``profile_model``.
+        device: as for ``profile_model``.
+    """
+    _check(module, entry)
+    device = device or _device_of(module)
+    _check_device(device)
+    with keep_rng_state():
+        request = _Request(
+            module, batch, entry, autocast_dtype, device, observe=None, prepare=prepare, gather_dtype=gather_dtype
+        )
+        profile = _run(request)
+    rows, tokens = _rows_and_tokens(batch)
+    return replace(profile, batch_rows=rows, batch_tokens=tokens, entry=entry)
+
+
 def module_tree_profile(module: nn.Module, reason: str | None = None) -> ModelProfile:
     """Returns what can be told without a run: parameters, ties, and the stacks that the module tree suggests.
 
@@ -158,6 +193,8 @@ class _Request:
     autocast_dtype: torch.dtype | None
     device: torch.device
     observe: Observer | None = None
+    prepare: Prepare | None = None
+    gather_dtype: torch.dtype | None = None
 
 
 def _run(request: _Request) -> ModelProfile:
@@ -184,6 +221,7 @@ class _FakeRun:
         self._autocast_dtype = request.autocast_dtype
         self._device = request.device
         self._observe = request.observe
+        self._prepare = request.prepare
         self._mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._assumptions: dict[str, None] = {}
         self._known = KnownValues(self._mode, self.assume)
@@ -194,6 +232,8 @@ class _FakeRun:
         for tensor in (*module.parameters(), *module.buffers()):
             copier.copy(tensor)
         self._module = copier.copy(module)
+        if request.gather_dtype is not None:
+            lower_parameters(self._module, request.gather_dtype)
         self._batch = copier.copy(request.batch)
         give_services(self._module, trainer, self._backward, self.assume)
         for fake, original in copier.pairs():
@@ -205,6 +245,8 @@ class _FakeRun:
         candidates = candidate_blocks(self._module)
         recorder = StepRecorder(self._module, self._batch, self._known)
         recorder.watch(self._module, candidates)
+        if self._prepare is not None:
+            self._prepare(self._module, recorder)
         try:
             with self._modes(recorder):
                 self._step()

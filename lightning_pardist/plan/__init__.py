@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from lightning_pardist.plan.block_levers import plan_compile, plan_recompute, with_costs
 from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
 from lightning_pardist.plan.report import format_plan
@@ -15,8 +16,10 @@ __all__ = [
     "format_plan",
     "make_plan",
     "make_tensor_plan",
+    "plan_recompute",
     "profile_on_tensor_axis",
     "state_bytes",
+    "with_costs",
     "with_sequence_parallel",
 ]
 
@@ -48,4 +51,6 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
             *tensor_traffic(given.tensor),
         ),
         tensor=given.tensor,
+        recompute=given.recompute,
+        compile=plan_compile(given.profile, given.compile, data_parallel.units),
     )

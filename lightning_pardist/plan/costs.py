@@ -38,7 +38,7 @@ def state_bytes(
     """
 
     def elements(p: ParameterProfile) -> int:
-        return p.numel if p.name in whole else _padded_numel(p, shard_size) // shard_size
+        return p.numel if p.name in whole else padded_numel(p, shard_size) // shard_size
 
     trainable = [p for p in profile.parameters if p.requires_grad]
     optimizer = None
@@ -74,11 +74,11 @@ def _sharded_traffic(
             continue
         times = 2 if unit.reshard_after_forward else 1
         gathers += times
-        gathered += times * sum(_padded_numel(p, d) * _gather_itemsize(p, unit, precision) for p in members)
+        gathered += times * sum(padded_numel(p, d) * gather_itemsize(p, unit, precision) for p in members)
         trainable = [p for p in members if p.requires_grad]
         if trainable:
             reduces += 1
-            reduced += sum(_padded_numel(p, d) * _reduce_itemsize(p, unit, precision) for p in trainable)
+            reduced += sum(padded_numel(p, d) * reduce_itemsize(p, unit, precision) for p in trainable)
     found = [
         Traffic(collective="all_gather", axis=axes.DATA_PARALLEL_SHARD, count=gathers, nbytes=gathered),
         Traffic(collective="reduce_scatter", axis=axes.DATA_PARALLEL_SHARD, count=reduces, nbytes=reduced),
@@ -118,7 +118,7 @@ def _bucket_count(parameters: Iterable[ParameterProfile]) -> int:
     return count + sum(1 for size in open_bytes.values() if size)
 
 
-def _padded_numel(p: ParameterProfile, shard_size: int) -> int:
+def padded_numel(p: ParameterProfile, shard_size: int) -> int:
     """Elements of a parameter after padding dim 0 to a multiple of the shard size; scalars are not sharded."""
     if not p.shape:
         return shard_size
@@ -126,13 +126,15 @@ def _padded_numel(p: ParameterProfile, shard_size: int) -> int:
     return rows * math.prod(p.shape[1:])
 
 
-def _gather_itemsize(p: ParameterProfile, unit: ShardUnit, precision: PrecisionPlan) -> int:
+def gather_itemsize(p: ParameterProfile, unit: ShardUnit, precision: PrecisionPlan) -> int:
+    """Bytes of one element of a parameter while it is gathered."""
     if precision.gather_dtype is None or unit.full_precision or not p.dtype.is_floating_point:
         return p.dtype.itemsize
     return dtype_from_word(precision.gather_dtype).itemsize
 
 
-def _reduce_itemsize(p: ParameterProfile, unit: ShardUnit, precision: PrecisionPlan) -> int:
+def reduce_itemsize(p: ParameterProfile, unit: ShardUnit, precision: PrecisionPlan) -> int:
+    """Bytes of one element of a gradient while it is reduced."""
     if precision.reduce_dtype is None or unit.full_precision:
         return p.dtype.itemsize
     return dtype_from_word(precision.reduce_dtype).itemsize

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.plan.units import UnitRequest, ignored_parameters, scalar_parameters, shard_units
+from lightning_pardist.specs.block_levers import CompileOptions, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.module_table import ModuleTable
@@ -22,6 +23,9 @@ class PlanInput:
     config: ParallelConfig
     sizes: AxisSizes
     precision: PrecisionPlan
+    recompute: RecomputePlan = field(default_factory=RecomputePlan)
+    """Made by ``plan_recompute``, with the bytes of a second run where there was one."""
+    compile: CompileOptions | None = None
     training: bool
     """False for validate, test and predict: no gradients, so frozen modules are fine."""
     tensor: TensorPlan | None = None

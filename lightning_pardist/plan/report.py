@@ -24,6 +24,7 @@ def format_plan(plan: ParallelPlan) -> str:
     if plan.tensor is not None:
         lines += _section("Tensor parallel", _tensor_rows(plan.tensor))
     lines += _section("State per rank", _state_rows(plan))
+    lines += _section("Blocks", _lever_rows(plan)) if plan.recompute.blocks or plan.compile.blocks else []
     if plan.traffic:
         lines += _section("Collectives per step", _traffic_rows(plan))
     notes = [*plan.data_parallel.notes, *(plan.tensor.notes if plan.tensor is not None else ())]
@@ -89,6 +90,25 @@ def _state_rows(plan: ParallelPlan) -> list[tuple[str, ...]]:
         rows.append((label, *(_cell(getattr(side, label)) for side in (rank, one))))
     rows.append(("total", _total(rank), _total(one)))
     return rows
+
+
+def _lever_rows(plan: ParallelPlan) -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    again = plan.recompute
+    if again.blocks:
+        kept = "keeps its input" if again.mode == "full" else f"keeps its input and the results of {_ops(again.ops)}"
+        rows.append(("recomputed", f"{len(again.blocks)} of {again.num_blocks}", kept))
+        if again.saved_bytes is not None and again.saved_bytes_without is not None:
+            share = f"of {format_bytes(again.saved_bytes_without)} for one batch of a rank"
+            rows.append(("activations", format_bytes(again.saved_bytes), share))
+    if plan.compile.blocks:
+        rows.append(("compiled", f"{len(plan.compile.blocks)}", f"by {plan.compile.options.backend}, one graph each"))
+    return rows
+
+
+def _ops(ops: tuple[str, ...]) -> str:
+    names = list(dict.fromkeys(op.removeprefix("aten.").split(".")[0] for op in ops))
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _cell(nbytes: int | None) -> str:

@@ -38,7 +38,8 @@ class _Entry(nn.Module):
         self.module = module
 
     def forward(self, fn: Callable[[], _T]) -> _T:
-        return fn()
+        with torch_dist_api.outside_reducer():
+            return fn()
 
 
 class StepRunner:

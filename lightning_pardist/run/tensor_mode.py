@@ -119,10 +119,13 @@ class TensorMode(TorchFunctionMode):
             self._watch(self._model.module.get_submodule(name), calls, names)
         for name in self._plan.quiet_modules:
             self._watch(self._model.module.get_submodule(name), {}, frozenset())
+        # Blocks, and whatever holds a sharded weight: code of theirs may be recomputed in the backward pass.
         profile = self._model.profile
-        for block in profile.blocks() if profile is not None else ():
-            if block.name not in by_module:
-                self._watch(self._model.module.get_submodule(block.name), {}, frozenset())
+        others = [block.name for block in profile.blocks()] if profile is not None else []
+        others += [layout.parameter.rpartition(".")[0] for layout in self._plan.layouts]
+        for name in dict.fromkeys(others):
+            if name and name not in by_module and name not in self._plan.quiet_modules:
+                self._watch(self._model.module.get_submodule(name), {}, frozenset())
 
     def _install_sequence(self) -> None:
         for stack in self._plan.sequence_stacks:

@@ -43,6 +43,24 @@ def refuse_idle_options(options: object, *, name: str, size: Size) -> None:
         )
 
 
+def refuse_levers_with_tensor_axis(size: Size, **levers: object) -> None:
+    """Refuses recomputation and compilation by the strategy together with a tensor axis.
+
+    Raises:
+        ValueError: if any is given.
+    """
+    given = [name for name, value in levers.items() if value]
+    if given and size != 1:
+        raise ValueError(
+            message(
+                "In this version the strategy recomputes and compiles blocks on the data axes only.",
+                got=f"{', '.join(f'{name}={levers[name]!r}' for name in given)}, tensor_parallel_size={size}",
+                source="the strategy's arguments",
+                change="leave them out; a module that checkpoints its own blocks works with a tensor axis",
+            )
+        )
+
+
 def refuse_options(**options: PipelineOptions | None) -> None:
     """Refuses options of parallelisms that this version does not have.
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from lightning_pardist.specs.block_levers import CompilePlan, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes
 from lightning_pardist.specs.tensor_roles import TensorPlan
 
@@ -99,6 +100,8 @@ class ParallelPlan:
     traffic: tuple[Traffic, ...]
     tensor: TensorPlan | None = None
     """None if the tensor axis has one rank."""
+    recompute: RecomputePlan = field(default_factory=RecomputePlan)
+    compile: CompilePlan = field(default_factory=CompilePlan)
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain containers and words, fit for JSON."""

@@ -23,9 +23,16 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects, maxima
 from lightning_pardist.run.buffers import average_statistics_
 from lightning_pardist.run.step import StepRunner
+from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, check_recompute, compile_options
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
-from lightning_pardist.specs.options import PipelineOptions, refuse_idle_options, refuse_options
+from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
+from lightning_pardist.specs.options import (
+    PipelineOptions,
+    refuse_idle_options,
+    refuse_levers_with_tensor_axis,
+    refuse_options,
+)
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.strategies import lightning_api
@@ -37,6 +44,7 @@ from lightning_pardist.strategies.batches import (
 )
 from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refuse_checkpoint_io
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
+from lightning_pardist.strategies.diagnosis import Diagnosis
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
 from lightning_pardist.strategies.peers import check_same_batch, has_peers, share_generators
@@ -60,6 +68,8 @@ class HybridStrategy(CheckpointHooks):
         zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
         cpu_offload: keep sharded state in host memory.
         fsdp_units: class names or module name patterns that replace the derived sharding units.
+        recompute: which activations are computed again in the backward pass instead of being kept.
+        compile: compile each block, before it is sharded; True, or options of torch.compile.
         gradient_clip_norm_type: p of the norm that ``Trainer(gradient_clip_val=...)`` clips by.
         on_nonfinite_loss: what all ranks do when the loss of any is NaN or infinite: ``"propagate"`` it as one process
             would (no cost), ``"skip"`` the step or ``"raise"`` (both wait for the loss on the device).
@@ -67,6 +77,7 @@ class HybridStrategy(CheckpointHooks):
         sample_batch: a batch to describe the module with, if the training data cannot give one.
         print_plan: show the plan as a table at the start, on rank 0.
         checkpoint: how checkpoints are written and checked.
+        diagnosis: how long ranks wait for each other, and what they compare in debug mode.
         tensor: how the matrices of a block are shared: an own plan, sequence parallel, what is checked.
         pipeline: options of pipeline parallelism (not in this version).
         accelerator: as in Lightning; normally the Trainer's.
@@ -94,12 +105,15 @@ class HybridStrategy(CheckpointHooks):
         zero_stage: Literal[0, 1, 2, 3] = 3,
         cpu_offload: bool = False,
         fsdp_units: Sequence[str] | None = None,
+        recompute: RecomputeOptions | None = None,
+        compile: bool | CompileOptions = False,
         gradient_clip_norm_type: float = 2.0,
         on_nonfinite_loss: OnNonFinite = "propagate",
         gather_predictions: bool = False,
         sample_batch: Any = None,
         print_plan: bool = True,
         checkpoint: CheckpointOptions | None = None,
+        diagnosis: DiagnosisOptions | None = None,
         tensor: TensorOptions | None = None,
         pipeline: PipelineOptions | None = None,
         accelerator: Accelerator | None = None,
@@ -139,6 +153,9 @@ class HybridStrategy(CheckpointHooks):
         self._on_nonfinite = check_on_nonfinite(on_nonfinite_loss)
         self._gather_predictions = gather_predictions
         self._sample_batch = sample_batch
+        self.recompute = check_recompute(recompute)
+        self.compile = compile_options(compile)
+        refuse_levers_with_tensor_axis(tensor_parallel_size, recompute=recompute, compile=self.compile)
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
         self._runner: StepRunner | None = None
@@ -146,6 +163,8 @@ class HybridStrategy(CheckpointHooks):
         self._train_loaders: lightning_api.TrainLoaders | None = None
         self._guard = SkipGuard()
         self._keeper = CheckpointKeeper(checkpoint or CheckpointOptions(), self._asked)
+        self.diagnosis_options = diagnosis or DiagnosisOptions()
+        self._diagnosis = Diagnosis(self.diagnosis_options, timeout)
         self._termination: lightning_api.TerminationWatch | None = None
         self._undo: list[Callable[[], None]] = []
         self._turns = Turns()
@@ -214,6 +233,8 @@ class HybridStrategy(CheckpointHooks):
             sample_batch=self._sample_batch,
             loaders=self._train_loaders if fitting else None,
             tensor=self._tensor_options,
+            recompute=self.recompute,
+            compile=self.compile,
         )
         is_new = self._parallel_model is None or self._parallel_model.module is not module
         self._parallel_model = spread(module, request)
@@ -237,6 +258,7 @@ class HybridStrategy(CheckpointHooks):
             self._undo.append(lightning_api.before_dataloader(trainer, self._before_dealing))
             self._termination = lightning_api.TerminationWatch(trainer)
             self._undo.append(self._termination.uninstall)
+        self._diagnosis.start(self._parallel_model)
         if self._print_plan and self.is_global_zero and (is_new or fitting):
             announce(self._parallel_model, self.optimizers)
 
@@ -297,9 +319,16 @@ class HybridStrategy(CheckpointHooks):
         if not self._batch_is_checked:
             check_same_batch(batch, self._meshes)
             self._batch_is_checked = True
-        with self._logs.noting(batch) as noted, self.precision_plugin.train_step_context():
+        index = self._trainer().fit_loop.batch_idx
+        self._diagnosis.compare(self._trainer(), batch, index)
+        with (
+            self._diagnosis.inside("forward", self._trainer(), index),
+            self._logs.noting(batch) as noted,
+            self.precision_plugin.train_step_context(),
+        ):
             output = runner.forward(lambda: module.training_step(*args, **kwargs))
-        return self._agree_on(output, noted)
+        with self._diagnosis.inside("the agreement after forward", self._trainer(), index):
+            return self._agree_on(output, noted)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -309,8 +338,9 @@ class HybridStrategy(CheckpointHooks):
             return closure_loss.detach()
         self.pre_backward(closure_loss)
         loss = runner.loss_to_backward(self.precision_plugin.pre_backward(closure_loss, module))
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        runner.after_backward()
+        with self._diagnosis.inside("backward", self._trainer()):
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            runner.after_backward()
         self._guard.saw_backward()
         loss = self.precision_plugin.post_backward(loss, module)
         self.post_backward(loss)
@@ -334,7 +364,8 @@ class HybridStrategy(CheckpointHooks):
             result = closure()
         if self._guard.window_is_empty():
             return result
-        return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+        with self._diagnosis.inside("the optimizer's step", self._trainer()):
+            return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
 
     @contextmanager
     @override
@@ -359,7 +390,7 @@ class HybridStrategy(CheckpointHooks):
 
     def _evaluate(self, step: Callable[[], Any]) -> Any:
         runner = self._live_runner()
-        with torch.inference_mode(False), torch.no_grad():
+        with self._diagnosis.inside("evaluation", self._trainer()), torch.inference_mode(False), torch.no_grad():
             output = runner.forward(step)
             joins = self._turns.left_to_join()
             if joins and self._logs is not None:
@@ -444,7 +475,18 @@ class HybridStrategy(CheckpointHooks):
     # ---- the end -------------------------------------------------------------------------------------------------
 
     @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        with self._diagnosis.inside("saving a checkpoint", self._trainer()):
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        self._diagnosis.tell(exception)
+        super().on_exception(exception)
+
+    @override
     def teardown(self) -> None:
+        self._diagnosis.close()
         try:
             self._keeper.close()  # raises what a save that was under way failed with
         finally:

@@ -21,7 +21,9 @@ from typing_extensions import override
 from lightning_pardist.base.errors import message
 from lightning_pardist.mesh import Meshes, shared_meshes
 from lightning_pardist.run.agree import maxima
+from lightning_pardist.run.meeting import meet
 from lightning_pardist.specs.config import ParallelConfig
+from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import publish_data_rank
 from lightning_pardist.strategies.launcher import Asked, InProcessLauncher, ScriptLauncher
@@ -49,6 +51,7 @@ class MeshStrategy(ParallelStrategy):
         self._process_group_backend = process_group_backend
         self._timeout = timeout
         self._asked = Asked()
+        self.diagnosis_options = DiagnosisOptions()
 
     # ---- who and where -------------------------------------------------------------------------------------------
 
@@ -127,6 +130,7 @@ class MeshStrategy(ParallelStrategy):
         super().setup_environment()
         self.set_world_ranks()
         # Before any collective: a wrong layout must not leave a rank waiting.
+        self._check_ranks_started()
         sizes = self.config.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
         reset_seed()
         if self.world_size > 1:
@@ -137,7 +141,32 @@ class MeshStrategy(ParallelStrategy):
             lightning_api.set_device_mesh(self.lightning_module, self._meshes.world)
         publish_data_rank(self._meshes)
 
+    def _check_ranks_started(self) -> None:
+        """Refuses a launcher that has started other ranks than the Trainer was told."""
+        assert self.cluster_environment is not None
+        started, asked = self.cluster_environment.world_size(), self.num_nodes * self.num_processes
+        if started != asked:
+            where = type(self.cluster_environment).__name__
+            raise ValueError(
+                message(
+                    "The launcher must start as many ranks as the Trainer is told.",
+                    got=f"{started} ranks were started; "
+                    f"devices={self.num_processes} x num_nodes={self.num_nodes} = {asked}",
+                    source=f"{where} (WORLD_SIZE or SLURM_NTASKS), and Trainer(devices=..., num_nodes=...)",
+                    change="set devices to the ranks per node (torchrun's --nproc_per_node), num_nodes to the nodes",
+                )
+            )
+
     def _connect(self) -> None:
+        if not lightning_api.distributed_is_initialized():
+            assert self.cluster_environment is not None
+            meet(
+                self.cluster_environment.main_address,
+                self.cluster_environment.main_port,
+                rank=self.global_rank,
+                world_size=self.world_size,
+                timeout_s=self.diagnosis_options.start_timeout_s,
+            )
         self._process_group_backend = self._process_group_backend or lightning_api.default_backend(self.root_device)
         assert self.cluster_environment is not None
         device = None if self.root_device.type == "cpu" else self.root_device

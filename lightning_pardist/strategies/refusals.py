@@ -43,6 +43,6 @@ def refuse_compiled(module: LightningModule) -> None:
             "The LightningModule itself must not be compiled: sharding hooks sit between its parts.",
             got=f"torch.compile({type(module).__name__})",
             source="the model passed to the Trainer",
-            change="pass the plain module and compile its blocks inside it: for block in self.blocks: block.compile()",
+            change="pass the plain module, and HybridStrategy(compile=True), which compiles each of its blocks",
         )
     )

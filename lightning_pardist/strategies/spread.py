@@ -15,7 +15,10 @@ from torchmetrics import Metric
 from lightning_pardist.apply import apply_plan, check_modules, convert_batch_norms
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.log import get_logger
+from lightning_pardist.base.recomputing import resolve_ops
+from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.describe import module_tree_profile, profile_model
+from lightning_pardist.describe.levers import Conditions, profile_under
 from lightning_pardist.describe.linear_roles import derive_roles
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.mesh import Meshes
@@ -25,11 +28,14 @@ from lightning_pardist.plan import (
     format_plan,
     make_plan,
     make_tensor_plan,
+    plan_recompute,
     profile_on_tensor_axis,
     state_bytes,
+    with_costs,
     with_sequence_parallel,
 )
 from lightning_pardist.run.agree import gather_objects
+from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.tensor_options import TensorOptions
@@ -57,6 +63,8 @@ class SpreadRequest:
     loaders: lightning_api.TrainLoaders | None
     """None outside fit."""
     tensor: TensorOptions
+    recompute: RecomputeOptions | None = None
+    compile: CompileOptions | None = None
 
     @property
     def sizes(self) -> AxisSizes:
@@ -80,7 +88,7 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
     check_modules(module, request.meshes)
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
     sample = find_sample(module, request.loaders, request.sample_batch)
-    profile = _on_first_rank(lambda: _profile(module, sample, request), request.meshes)
+    profile, recompute = _on_first_rank(lambda: _describe(module, sample, request), request.meshes)
     tensor = plan_tensor_axis(module, profile, sample, request) if request.sizes.tensor_parallel > 1 else None
     if request.layer_sync and request.meshes is not None:
         # After describing: the fake run knows no process groups. Names and parameters stay the same.
@@ -93,6 +101,8 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
             config=request.config,
             sizes=request.sizes,
             precision=precision_plan(request.precision, sharded=sharded),
+            recompute=recompute,
+            compile=request.compile,
             training=training,
             tensor=tensor,
         )
@@ -125,8 +135,15 @@ def announce(model: ParallelModel, optimizers: list[Optimizer]) -> None:
     print(format_plan(plan), flush=True)
 
 
+def _describe(
+    module: LightningModule, sample: Sample | None, request: SpreadRequest
+) -> tuple[ModelProfile, RecomputePlan]:
+    profile = _profile(module, sample, request)
+    return profile, _recompute(module, sample, request, profile)
+
+
 def _on_first_rank(describe: Callable[[], _T], meshes: Meshes | None) -> _T:
-    """Rank 0 describes for all: one fake run, one plan."""
+    """Rank 0 describes for all: one fake run (two if blocks are recomputed), one plan."""
     found: _T | Exception | None = None
     if meshes is None or torch.distributed.get_rank() == 0:
         try:
@@ -190,9 +207,41 @@ def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequ
     if sample is None:
         return module_tree_profile(module, "there was no sample batch")
     batch = request.precision.convert_input(sample.batch)
-    autocast = torch.bfloat16 if str(request.precision.precision) == "bf16-mixed" else None
     with lightning_api.transfer_hooks_of_data_module(module):
-        return profile_model(module, batch, entry=sample.entry, autocast_dtype=autocast, device=request.device)
+        return profile_model(
+            module, batch, entry=sample.entry, autocast_dtype=_autocast(request), device=request.device
+        )
+
+
+def _recompute(
+    module: LightningModule, sample: Sample | None, request: SpreadRequest, profile: ModelProfile
+) -> RecomputePlan:
+    plan = plan_recompute(profile, request.recompute)
+    if not plan.blocks or sample is None or profile.source != "fake_run":
+        return plan
+    assert request.recompute is not None
+    precision = precision_plan(request.precision, sharded=request.sizes.data_parallel_shard > 1)
+    names = request.recompute.ops or plan.ops
+    conditions = Conditions(
+        kept=resolve_ops(names if plan.mode == "selective" else ()),
+        gather_dtype=None if precision.gather_dtype is None else dtype_from_word(precision.gather_dtype),
+        cast_inputs_of=[block.name for block in profile.blocks()],
+        autocast_dtype=_autocast(request),
+        device=request.device,
+    )
+    batch = request.precision.convert_input(sample.batch)
+    with lightning_api.transfer_hooks_of_data_module(module):
+        before = profile
+        if conditions.gather_dtype is not None:
+            before, _ = profile_under(module, batch, conditions, entry=sample.entry)
+        after, hits = profile_under(
+            module, batch, replace(conditions, recomputed=plan.blocks), entry=sample.entry
+        )  # fmt: skip
+    return with_costs(plan, request.recompute, before=before, after=after, hits=hits)
+
+
+def _autocast(request: SpreadRequest) -> torch.dtype | None:
+    return torch.bfloat16 if str(request.precision.precision) == "bf16-mixed" else None
 
 
 def _check_reuse(earlier: ParallelModel, request: SpreadRequest, *, training: bool) -> None:
@@ -207,6 +256,8 @@ def _check_reuse(earlier: ParallelModel, request: SpreadRequest, *, training: bo
                 change="build the module anew and load a checkpoint into it",
             )
         )
+    if training:
+        _check_same_levers(earlier, request)
     if training and not any(p.requires_grad for p in earlier.module.parameters()):
         raise ValueError(
             message(
@@ -214,5 +265,22 @@ def _check_reuse(earlier: ParallelModel, request: SpreadRequest, *, training: bo
                 got="all parameters are frozen",
                 source="the LightningModule after configure_model and the callbacks' setup",
                 change="unfreeze what should train, or call validate, test or predict instead of fit",
+            )
+        )
+
+
+def _check_same_levers(earlier: ParallelModel, request: SpreadRequest) -> None:
+    assert earlier.profile is not None
+    asked = plan_recompute(earlier.profile, request.recompute)
+    has = earlier.plan.recompute
+    compiled = earlier.plan.compile.options if earlier.plan.compile.blocks else None
+    if (has.mode, has.blocks, has.ops) != (asked.mode, asked.blocks, asked.ops) or compiled != request.compile:
+        raise ValueError(
+            message(
+                "A module keeps the recomputation and the compilation it was first spread with.",
+                got=f"{len(has.blocks)} block(s) recomputed ({has.mode}), compile={compiled}; now {len(asked.blocks)} "
+                f"({asked.mode}), compile={request.compile}",
+                source="this Trainer's strategy, and the one that used the module before",
+                change="build the module anew and load a checkpoint into it",
             )
         )

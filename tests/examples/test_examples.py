@@ -84,6 +84,11 @@ CLI_SMALL = (
 )
 
 
+def test_lab(tmp_path: Path) -> None:
+    text = output(tmp_path, "lab/lab.py", "--steps", "2", "4")
+    assert "All checks passed." in text and "WRONG" not in text
+
+
 def test_cli_with_the_strategy_by_name(tmp_path: Path) -> None:
     text = output(tmp_path, "cli/main.py", "fit", f"--config={EXAMPLES / 'cli' / 'by_name.yaml'}", *CLI_SMALL)
     assert "max_steps=4` reached" in text
