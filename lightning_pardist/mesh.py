@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ class Meshes:
     """1-D mesh of the ranks that read different samples, over the replicate and shard axes."""
     control: ProcessGroup
     """World-wide group for small host messages; on a GPU run these then never wait for device work."""
+    pipeline_control: ProcessGroup | None = None
+    """The same among the stages of one pipeline; None without pipeline parallelism."""
 
     @property
     def sizes(self) -> AxisSizes:
@@ -48,6 +51,16 @@ class Meshes:
     def data_parallel_group(self) -> ProcessGroup:
         """Process group of ``data_parallel``, for sums over samples."""
         return self.data_parallel.get_group()
+
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's place along the pipeline axis."""
+        return int(self.world[axes.PIPELINE_PARALLEL].get_local_rank())
+
+    @property
+    def pipeline_group(self) -> ProcessGroup:
+        """Process group of the stages of one pipeline."""
+        return self.world[axes.PIPELINE_PARALLEL].get_group()
 
     def sharding(self) -> DeviceMesh:
         """Mesh for fully_shard: 1-D over shards, or 2-D ``(replicate, shard)`` when copies exist."""
@@ -72,7 +85,29 @@ def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None =
     if timeout is not None:
         for mesh in (*(world[axis] for axis in axes.AXES), data_parallel):
             torch_dist_api.set_group_timeout(mesh.get_group(), timeout)
-    return Meshes(world=world, data_parallel=data_parallel, control=_control_group(device_type, timeout))
+    return Meshes(
+        world=world,
+        data_parallel=data_parallel,
+        control=_control_group(device_type, timeout),
+        pipeline_control=_pipeline_control_group(world, timeout),
+    )
+
+
+def stage_groups(meshes: Meshes, stage_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], ProcessGroup]:
+    """Returns a group for every given set of pipeline ranks that this rank is in, among its own pipeline.
+
+    Every rank must call it with the same sets in the same order.
+    """
+    found: dict[tuple[int, ...], ProcessGroup] = {}
+    lines = meshes.world.mesh.reshape(meshes.world[axes.PIPELINE_PARALLEL].size(), -1)
+    for stages in stage_sets:
+        for line in range(lines.shape[1]):
+            ranks = [int(lines[stage, line]) for stage in stages]
+            group = dist.new_group(ranks, group_desc="pardist_shared_between_stages")
+            if dist.get_rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                found[stages] = group
+    return found
 
 
 def private_host_group(meshes: Meshes, timeout_s: float) -> ProcessGroup:
@@ -94,6 +129,23 @@ def _control_group(device_type: str, timeout: timedelta | None) -> ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _pipeline_control_group(world: DeviceMesh, timeout: timedelta | None) -> ProcessGroup | None:
+    size = world[axes.PIPELINE_PARALLEL].size()
+    if size == 1:
+        return None
+    if world.device_type == "cpu":
+        return world[axes.PIPELINE_PARALLEL].get_group()
+    mine: ProcessGroup | None = None
+    lines = world.mesh.reshape(size, -1)
+    for line in range(lines.shape[1]):
+        ranks = [int(rank) for rank in lines[:, line]]
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc="pardist_pipeline_control")
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    return mine
 
 
 def local_device(device_type: str) -> torch.device:

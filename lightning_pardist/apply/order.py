@@ -8,6 +8,7 @@ from torch import nn
 from lightning_pardist.apply.checks import check_equal_replicas, check_same_plan
 from lightning_pardist.apply.data_parallel import hold_scalars, shard_units
 from lightning_pardist.apply.materialize import Weights
+from lightning_pardist.apply.pipeline import cut_stages, install_stand_ins
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel, remember
 from lightning_pardist.specs.parallel_plan import ParallelPlan
@@ -30,7 +31,10 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
     if meshes is not None:
         check_same_plan(plan, meshes)
     model = ParallelModel(module=module, plan=plan, meshes=meshes)
-    weights = Weights(module, device, meshes)
+    if plan.pipeline is not None:
+        # Cut first: nobody distributes layers that it then drops.
+        model.pipeline = cut_stages(model, device)
+    weights = Weights(module, device, meshes, absent=model.absent)
     if plan.data_parallel.kind == "shard":
         # Scalars first: they live inside units that are about to be sharded, and fully_shard refuses them.
         model.scalars = hold_scalars(model, weights)
@@ -38,6 +42,8 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
     # What no unit held: everything if the model is replicated, else buffers and the parameters of metrics.
     weights.make_ready(module)
     if meshes is not None and device.type != "meta":
-        check_equal_replicas(module, meshes)
+        check_equal_replicas(module, meshes, absent=model.absent)
+    if model.pipeline is not None:
+        install_stand_ins(model)
     remember(model)
     return model

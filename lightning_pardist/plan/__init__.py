@@ -6,15 +6,19 @@ from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
 from lightning_pardist.plan.report import format_plan
 from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.specs.pipeline_plan import PipelinePlan
 
 __all__ = ["PlanInput", "format_plan", "make_plan", "state_bytes"]
 
 
-def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = None) -> ParallelPlan:
+def make_plan(
+    given: PlanInput, *, pipeline: PipelinePlan | None = None, optimizer_bytes_per_element: float | None = None
+) -> ParallelPlan:
     """Returns the whole plan for a module on a mesh.
 
     Args:
         given: the module's tree and profile, the user's config, the mesh sizes and the precision.
+        pipeline: how the module is cut into stages, if it is.
         optimizer_bytes_per_element: optimizer state per trainable element, for the report; None if unknown.
 
     Raises:
@@ -32,4 +36,5 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
         ),
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
         traffic=step_traffic(given.profile, data_parallel, given.sizes, given.precision),
+        pipeline=pipeline,
     )

@@ -7,7 +7,7 @@ are taken in fp32 at least, so that the number does not depend on how a low-prec
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 import torch.distributed as dist
@@ -18,43 +18,53 @@ from lightning_pardist.mesh import Meshes
 from lightning_pardist.torch_dist_api import local_tensor
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float, meshes: Meshes | None) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], norm_type: float, meshes: Meshes | None, *, uncounted: Collection[int] = ()
+) -> Tensor:
     """Returns the norm of all gradients together, equal on all ranks: a scalar in fp32 or wider.
 
     Args:
         parameters: those whose gradients count; each once, however often it is listed.
         norm_type: p of the p-norm, or ``inf``.
         meshes: None on one rank.
+        uncounted: ids of parameters that another stage of a pipeline counts.
 
     Raises:
         ValueError: if ``norm_type`` is not positive.
     """
     if not norm_type > 0:
         raise ValueError(f"the norm type must be positive, got {norm_type}")
-    gradients = [p.grad for p in {id(p): p for p in parameters}.values() if p.grad is not None]
+    listed = {id(p): p for p in parameters if id(p) not in uncounted}
+    gradients = [p.grad for p in listed.values() if p.grad is not None]
     sharded = [g for g in gradients if _is_sharded(g)]
     whole = [g for g in gradients if not _is_sharded(g)]
     part = _power_sum(sharded, norm_type)
-    if meshes is not None and any(_is_dtensor(g) for g in gradients):
+    op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
+    has_stages = meshes is not None and meshes.pipeline_control is not None
+    if meshes is not None and (has_stages or any(_is_dtensor(g) for g in gradients)):
         part = part.to(_reduction_device(meshes))
-        group = meshes.world["data_parallel_shard"].get_group()
-        op = dist.ReduceOp.MAX if norm_type == float("inf") else dist.ReduceOp.SUM
-        dist.all_reduce(part, op=op, group=group)
+        dist.all_reduce(part, op=op, group=meshes.world["data_parallel_shard"].get_group())
     rest = _power_sum(whole, norm_type).to(part.device)
-    if norm_type == float("inf"):
-        return torch.maximum(part, rest)
-    return (part + rest) ** (1.0 / norm_type)
+    total = torch.maximum(part, rest) if norm_type == float("inf") else part + rest
+    if meshes is not None and has_stages:
+        dist.all_reduce(total, op=op, group=meshes.pipeline_group)
+    return total if norm_type == float("inf") else total ** (1.0 / norm_type)
 
 
 def clip_by_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float, meshes: Meshes | None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    meshes: Meshes | None,
+    *,
+    uncounted: Collection[int] = (),
 ) -> Tensor:
     """Scales all gradients in place so that their common norm is at most ``max_norm``; returns the norm before.
 
     The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
     """
     listed = list({id(p): p for p in parameters}.values())
-    norm = gradient_norm(listed, norm_type, meshes)
+    norm = gradient_norm(listed, norm_type, meshes, uncounted=uncounted)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     _scale([local_tensor(p.grad) for p in listed if p.grad is not None], factor)
     return norm

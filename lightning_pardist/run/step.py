@@ -55,6 +55,11 @@ class StepRunner:
         self._reduces_unused = torch_dist_api.CAN_REDUCE_UNUSED and (looks_for_unused or not manual_optimization)
         self._reduce_unused(self._reduces_unused)
 
+    @property
+    def window_ends(self) -> bool:
+        """False for a micro-batch that is not the last of its accumulation window."""
+        return self._sync
+
     def forward(self, fn: Callable[[], _T]) -> _T:
         """Returns ``fn()``, run with parameters gathered and gradients to be reduced as the plan says."""
         model = self._model

@@ -6,7 +6,7 @@ is there, giving its options is refused rather than ignored.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,19 +25,7 @@ class TensorOptions:
     """Keep what lies between the shared matrices sharded over the sequence."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PipelineOptions:
-    """How the block stack is cut into stages and in which order they run."""
-
-    split: Literal["auto"] | Sequence[int] = "auto"
-    """``"auto"`` balances cost; else the number of blocks of every stage."""
-    schedule: str = "1f1b"
-    """Name of a schedule of ``torch.distributed.pipelining``."""
-    num_microbatches: int | Literal["auto"] = "auto"
-    """Parts that a rank's batch is cut into."""
-
-
-def refuse_options(**options: TensorOptions | PipelineOptions | None) -> None:
+def refuse_options(**options: TensorOptions | None) -> None:
     """Refuses options of parallelisms that this version does not have.
 
     Raises:
@@ -47,7 +35,7 @@ def refuse_options(**options: TensorOptions | PipelineOptions | None) -> None:
     if given:
         raise ValueError(
             message(
-                "This version spreads a model over the data axes only; options of other axes have nothing to act on.",
+                "This version has no such axis yet, so its options have nothing to act on.",
                 got=", ".join(f"{name}={type(options[name]).__name__}(...)" for name in given),
                 source="the strategy's arguments",
                 change="leave these options out",

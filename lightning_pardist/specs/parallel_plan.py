@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from lightning_pardist.specs.config import AxisSizes
+from lightning_pardist.specs.pipeline_plan import PipelinePlan
 
 DataParallelKind = Literal["none", "replicate", "shard"]
 
@@ -96,6 +97,7 @@ class ParallelPlan:
     """Of the rank that holds most."""
     state_one_process: StateBytes
     traffic: tuple[Traffic, ...]
+    pipeline: PipelinePlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain containers and words, fit for JSON."""

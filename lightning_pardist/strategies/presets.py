@@ -18,7 +18,7 @@ class Preset(NamedTuple):
 
     description: str
     """One line, shown by tools that list the registry."""
-    arguments: Mapping[str, int]
+    arguments: Mapping[str, int | str]
     """Keyword arguments of HybridStrategy; everything not named keeps its default."""
 
 
@@ -42,6 +42,10 @@ PRESETS: Mapping[str, Preset] = {
     "pardist_hybrid": Preset(
         "Everything sharded within a node, replicated across nodes (HSDP); on one node sharded over all ranks",
         {"zero_stage": 3},  # sizes "auto": one replica per node
+    ),
+    "pardist_pp": Preset(
+        "The block stack cut into pipeline stages: one per node if there are several, else one per device",
+        {"pipeline_parallel_size": "auto"},
     ),
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,10 @@ from lightning_pardist.plan import PlanInput, format_plan, make_plan, state_byte
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
+from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
+from lightning_pardist.strategies.pipeline_staging import Staging
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample, find_sample
 
@@ -42,6 +44,7 @@ class SpreadRequest:
     sample_batch: Any
     loaders: lightning_api.TrainLoaders | None
     """None outside fit."""
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
 
     @property
     def sizes(self) -> AxisSizes:
@@ -64,23 +67,30 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
         return earlier
     check_modules(module, request.meshes)
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
-    profile = _describe(module, find_sample(module, request.loaders, request.sample_batch), request)
+    stages = Staging(module, request.pipeline, request.meshes, request.device, str(request.precision.precision))
+    sample = find_sample(module, request.loaders, request.sample_batch)
+    sample = stages.sample_or_evaluated(sample)
+    profile = _describe(module, sample, request)
+    stages.describe(profile, sample)
     if request.layer_sync and request.meshes is not None:
         # After describing: the fake run knows no process groups. Names and parameters stay the same.
         convert_batch_norms(module, request.meshes)
     sharded = request.sizes.data_parallel_shard > 1
+    table = module_table(module, profile.called_modules)
     plan = make_plan(
         PlanInput(
-            table=module_table(module, profile.called_modules),
+            table=table,
             profile=profile,
             config=request.config,
             sizes=request.sizes,
             precision=precision_plan(request.precision, sharded=sharded),
             training=training,
-        )
+        ),
+        pipeline=stages.plan(table, profile),
     )
     model = apply_plan(module, plan, request.meshes, request.device)
     model.profile = profile
+    stages.remember()
     for child in module.modules():
         if isinstance(child, Metric):
             child.to(request.device)

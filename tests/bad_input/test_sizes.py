@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from lightning_pardist.specs.config import ParallelConfig
-from lightning_pardist.specs.options import PipelineOptions, TensorOptions
+from lightning_pardist.specs.options import TensorOptions
+from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.strategies.hybrid import HybridStrategy
 from tests.bad_input.common import check, fit, four_parts, trainer
 from tests.support.modules import Regression
