@@ -262,7 +262,8 @@ def _meta(shape: TensorShape) -> Any:
 
 def meet_neighbours(stages: Sequence[UserStage]) -> None:
     """Sends a number from stage to stage: some backends connect a pair of ranks when it first talks."""
-    _wait_batch_p2p(_batch_p2p([op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]))
+    ops = [op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]
+    _wait_batch_p2p(_batch_p2p([op for op in ops if op.group_peer != stages[0].group_rank]))
 
 
 def build_schedule(name: str, stages: list[UserStage], microbatches: int) -> Any:

@@ -48,15 +48,10 @@ def train(name: str, arguments: dict[str, Any] | None, options: dict[str, Any] |
         val_check_interval=3,
         **(options or {}),
     )
-    data_ranks = trainer.strategy.data_parallel_size if arguments is not None else 1
-    shards = (arguments or {}).get("data_parallel_shard_size", 1)
-    rows = GLOBAL_BATCH // max(data_ranks, shards if isinstance(shards, int) else 1)
-    training = DataLoader(
-        module.dataset(TRAIN_ROWS, seed=5), batch_size=rows, collate_fn=getattr(module, "collate", None)
-    )
-    validation = DataLoader(
-        module.dataset(VALID_ROWS, seed=7), batch_size=rows, collate_fn=getattr(module, "collate", None)
-    )
+    rows = GLOBAL_BATCH // (world_size // (arguments or {}).get("pipeline_parallel_size", 1))
+    collate = getattr(module, "collate", None)
+    training = DataLoader(module.dataset(TRAIN_ROWS, seed=5), batch_size=rows, collate_fn=collate)
+    validation = DataLoader(module.dataset(VALID_ROWS, seed=7), batch_size=rows, collate_fn=collate)
     has_validation = type(module).validation_step is not L.LightningModule.validation_step
     trainer.fit(module, training, validation if has_validation else None)
     return recorder.record
