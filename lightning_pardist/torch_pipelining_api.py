@@ -160,6 +160,8 @@ class UserStage(PipelineStage):
         self, program: nn.Module, index: int, num_stages: int, device: torch.device, group: dist.ProcessGroup
     ) -> None:
         super().__init__(program, index, num_stages, device, group=group)
+        self.backward_is_whole = False
+        """Leave the backward passes of inputs and weights together, where a schedule would have them apart."""
         self.watch: Callable[[str, int, int, Callable[[], Any]], Any] = lambda kind, stage, micro, run: run()
         """Runs every action; sees its kind, stage and micro-batch."""
         self._traffic: list[Traffic] = []
@@ -171,6 +173,7 @@ class UserStage(PipelineStage):
             self.has_backward = has_backward
             self.chunks = len(traffic)
             self._make_buffers()
+        self.dw_builder = (lambda: lambda: None) if self.backward_is_whole else None
         self._stage_meta.inputs = tuple(_meta(t) for t in traffic[0].receives)
         self._stage_meta.outputs = tuple(_meta(t) for t in traffic[0].sends)
         self.backward_state.clear()
@@ -347,8 +350,22 @@ def drop_whole_gradients(root: nn.Module) -> None:
         torch_dist_api.drop_whole_gradient(record)
 
 
-def contiguous_alone(tensor: Tensor) -> Tensor:
-    """Returns a tensor that can be sent and detached in place: contiguous, no view and no leaf of the graph."""
-    if tensor._is_view() or not tensor.is_contiguous() or (tensor.is_leaf and tensor.requires_grad):
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+class Apart(torch.autograd.Function):
+    """The same memory as the result of an operation of its own.
+
+    For received tensors, which are leaves: blocks may change theirs in place. For tensors to be sent: torch detaches
+    them in place after their backward, while others may have saved them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def to_be_sent(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that nobody else holds."""
+    return cast(Tensor, Apart.apply(tensor.contiguous()))

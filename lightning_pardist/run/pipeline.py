@@ -21,7 +21,7 @@ from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRu
 from lightning_pardist.run.step import model_device
 from lightning_pardist.run.unused import UsedInStep
 from lightning_pardist.specs.pipeline_options import SINGLE_STAGE, V_SHAPED
-from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan
+from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan, StagePlan
 
 
 @dataclass(frozen=True)
@@ -108,6 +108,7 @@ class PipelineRunner:
                 for micro in request.micros
             ]
             stage.watch = self._watch(run)
+            stage.backward_is_whole = not splits_well(request.flow, program.stage)
             stage.prepare(traffic, has_backward=request.training)
         for held in self._model.scalars:
             held.show_local()
@@ -233,6 +234,19 @@ def usable_schedule(plan: PipelinePlan, microbatches: int) -> str | None:
             return "gpipe"
         return None
     return plan.schedule
+
+
+def splits_well(flow: Dataflow, stage: StagePlan) -> bool:
+    """Returns True if a stage's backward pass can be done for inputs first and for weights later.
+
+    torch splits it along one path from one input to one output. Where several tensors cross a cut, or code that has
+    weights runs before the stage's first block once more, graphs of weights overlap, and torch would walk them twice.
+    """
+    received, sent = flow.crossing(stage.first) if stage.first else (), flow.crossing(stage.stop)
+    repeats = stage.first > 0 and any(
+        flow.needs[target].parameters for target in range(stage.first, min(stage.stop, len(flow.blocks)))
+    )
+    return len(received) <= 1 and len(sent) <= 1 and not repeats
 
 
 def pipeline_broadcast(value: Any, model: ParallelModel) -> Any:

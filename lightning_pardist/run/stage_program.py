@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lightning_pardist.base.nested import map_leaves, tensors_of
 from lightning_pardist.parallel_model import PipelineCut
 from lightning_pardist.specs.pipeline_plan import Leaf, Outputs, StagePlan, Value
-from lightning_pardist.torch_pipelining_api import TensorShape, contiguous_alone
+from lightning_pardist.torch_pipelining_api import Apart, TensorShape, to_be_sent
 
 
 class StageDone(BaseException):
@@ -106,7 +106,7 @@ class StageProgram(nn.Module):
 
     def _forward(self, run: StepRun, received: tuple[Tensor, ...], micro: int) -> Any:
         batch = run.micros[micro]
-        values = dict(zip(run.receives[self.stage.index], (_Apart.apply(t) for t in received), strict=True))
+        values = dict(zip(run.receives[self.stage.index], (Apart.apply(t) for t in received), strict=True))
         listener = _Listener(self.stage, batch, values, run, is_last=self.is_last)
         self._cut.listener = listener
         try:
@@ -117,7 +117,7 @@ class StageProgram(nn.Module):
         finally:
             self._cut.listener = None
         if not self.is_last:
-            return tuple(contiguous_alone(tensor) for tensor in result)
+            return tuple(to_be_sent(tensor) for tensor in result)
         output, loss = result
         run.results[micro] = map_leaves(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, output)
         if loss is None or not run.training:
@@ -141,18 +141,6 @@ class StageProgram(nn.Module):
             return torch.zeros((), device=run.device, requires_grad=run.training) * 1
         specs = [_spec(run.micros[micro], value) for value in run.sends[self.stage.index]]
         return tuple(_zeros(spec, run) for spec in specs)
-
-
-class _Apart(torch.autograd.Function):
-    """A received tensor as a result of an operation: a leaf could not be changed in place, which blocks may do."""
-
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor) -> Tensor:
-        return tensor.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
 
 
 class _Listener:

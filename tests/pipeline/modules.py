@@ -72,8 +72,9 @@ class Texts:
 
 
 class SkipGPT(Tokens, L.LightningModule):
-    """A skip from the embedding to the head, blocks with keyword arguments that return tuples with None, a dataclass as
-    batch with texts and None in it, recomputation around every second block.
+    """A skip from the embedding to the head, a dataclass with texts and None as batch.
+
+    Its blocks take keyword arguments and return tuples with None; every second one is recomputed.
     """
 
     def __init__(self) -> None:
@@ -117,10 +118,10 @@ class SkipGPT(Tokens, L.LightningModule):
     def configure_optimizers(self) -> Any:
         named = dict(self.named_parameters())
         groups = [
-            {"params": [p for n, p in named.items() if n.startswith("layers.layer4")], "lr": 2e-3},
+            {"params": [p for n, p in named.items() if n.startswith("layers.layer4")], "lr": 0.1},
             {"params": [p for n, p in named.items() if not n.startswith("layers.layer4")]},
         ]
-        return torch.optim.AdamW(groups, lr=1e-3, eps=1e-6)
+        return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
 
 
 class TupleBlock(nn.Module):
@@ -135,8 +136,9 @@ class TupleBlock(nn.Module):
     def forward(self, *, hidden: Tensor, mask: Tensor, gain: Tensor) -> tuple[Tensor, Tensor, None]:
         y = self.norm(hidden)
         y, _ = self.attention(y, y, y, attn_mask=mask, need_weights=False)
+        update = self.mlp(hidden + y).tanh()
         hidden = hidden + y
-        hidden += self.mlp(hidden).tanh()
+        hidden += update
         return hidden, gain, None
 
 
@@ -169,7 +171,8 @@ class Encoder(Tokens, L.LightningModule):
         self.log("val_loss", self.loss(batch))
 
     def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-6)
+        # Not Adam: keys' biases have a gradient of exactly zero, of which it makes steps out of rounding noise.
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class T5(Tokens, L.LightningModule):
