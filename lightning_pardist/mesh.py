@@ -69,10 +69,16 @@ class Meshes:
         return self.world[axes.DATA_PARALLEL_REPLICATE, axes.DATA_PARALLEL_SHARD]
 
 
+_built: dict[tuple[object, ...], Meshes] = {}
+"""Meshes of the default process group that is alive; every group costs threads and connections."""
+_built_over: list[object] = []
+
+
 def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None = None) -> Meshes:
     """Returns the meshes over the already initialised default process group.
 
-    Every rank must call it: all ranks make all groups in the same order.
+    Every rank must call it: all ranks make all groups in the same order. A second Trainer with the same sizes gets the
+    meshes of the first.
 
     Args:
         sizes: ranks along every axis; must multiply to the world size.
@@ -80,6 +86,16 @@ def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None =
         timeout: bound on every collective of the groups made here; None keeps torch's default.
     """
     assert sizes.world_size == dist.get_world_size(), (sizes, dist.get_world_size())
+    if _built_over != [dist.group.WORLD]:
+        _built_over[:] = [dist.group.WORLD]
+        _built.clear()
+    key = (sizes, device_type, timeout)
+    if key not in _built:
+        _built[key] = _new_meshes(sizes, device_type, timeout)
+    return _built[key]
+
+
+def _new_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None) -> Meshes:
     world = init_device_mesh(device_type, tuple(sizes.as_dict().values()), mesh_dim_names=axes.AXES)
     data_parallel = torch_dist_api.flatten_axes(world, axes.DATA_AXES, name=axes.DATA_PARALLEL)
     if timeout is not None:

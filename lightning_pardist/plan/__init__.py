@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
+from lightning_pardist.plan.pipeline_report import fullest_rank, largest_state, units_of
 from lightning_pardist.plan.report import format_plan
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.pipeline_plan import PipelinePlan
 
-__all__ = ["PlanInput", "format_plan", "make_plan", "state_bytes"]
+__all__ = ["PlanInput", "format_plan", "largest_state", "make_plan", "state_bytes"]
 
 
 def make_plan(
@@ -26,15 +27,16 @@ def make_plan(
     """
     data_parallel = plan_data_parallel(given)
     shard_size = given.sizes.data_parallel_shard if data_parallel.kind == "shard" else 1
+    here = fullest_rank(given.profile, pipeline)
     return ParallelPlan(
         module_class=given.profile.module_class,
         sizes=given.sizes,
         precision=given.precision,
         data_parallel=data_parallel,
-        state_per_rank=state_bytes(
-            given.profile, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
+        state_per_rank=largest_state(
+            given.profile, pipeline, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
         ),
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
-        traffic=step_traffic(given.profile, data_parallel, given.sizes, given.precision),
+        traffic=step_traffic(here, units_of(data_parallel, here), given.sizes, given.precision),
         pipeline=pipeline,
     )

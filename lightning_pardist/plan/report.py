@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from lightning_pardist.plan.pipeline_report import pipeline_rows, pipeline_words
 from lightning_pardist.specs.parallel_plan import ParallelPlan, ShardUnit, StateBytes
 
 _MEANING = {
@@ -20,10 +21,14 @@ def format_plan(plan: ParallelPlan) -> str:
     lines = [f"Plan for {plan.module_class} on {plan.sizes.world_size} rank(s), precision {plan.precision.name}"]
     lines += _section("Mesh (outer to inner)", _mesh_rows(plan))
     lines += _section("Data parallel", _unit_rows(plan))
+    if plan.pipeline is not None:
+        lines += _section(pipeline_words(plan.pipeline), pipeline_rows(plan.pipeline, format_bytes))
+        lines += [f"    rank {rank}  {line}" for rank, line in enumerate(plan.pipeline.timeline)]
     lines += _section("State per rank", _state_rows(plan))
     if plan.traffic:
         lines += _section("Collectives per step", _traffic_rows(plan))
-    lines += [f"  note: {note}" for note in plan.data_parallel.notes]
+    notes = (*plan.data_parallel.notes, *(plan.pipeline.notes if plan.pipeline is not None else ()))
+    lines += [f"  note: {note}" for note in notes]
     return "\n".join(lines)
 
 

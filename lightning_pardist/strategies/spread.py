@@ -18,7 +18,7 @@ from lightning_pardist.describe import module_tree_profile, profile_model
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel, recall
-from lightning_pardist.plan import PlanInput, format_plan, make_plan, state_bytes
+from lightning_pardist.plan import PlanInput, format_plan, largest_state, make_plan, state_bytes
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
@@ -105,8 +105,8 @@ def announce(model: ParallelModel, optimizers: list[Optimizer]) -> None:
         shard_size = plan.sizes.data_parallel_shard if model.kind == "shard" else 1
         plan = replace(
             plan,
-            state_per_rank=state_bytes(
-                model.profile, shard_size, per_element, whole=plan.data_parallel.ignored_parameters
+            state_per_rank=largest_state(
+                model.profile, plan.pipeline, shard_size, per_element, whole=plan.data_parallel.ignored_parameters
             ),
             state_one_process=state_bytes(model.profile, 1, per_element),
         )
