@@ -16,12 +16,14 @@ if TYPE_CHECKING:
     from lightning_pardist.describe import profile_model
     from lightning_pardist.specs.config import ParallelConfig
     from lightning_pardist.specs.model_profile import ModelProfile
+    from lightning_pardist.specs.pipeline_options import PipelineOptions
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
     from lightning_pardist.strategies.hybrid import HybridStrategy
 
 __all__ = [
     "HybridStrategy",
     "ParallelConfig",
+    "PipelineOptions",
     "ModelProfile",
     "profile_model",
     "data_parallel_rank_and_size",
@@ -33,6 +35,7 @@ __all__ = [
 _HOME = {
     "HybridStrategy": "lightning_pardist.strategies.hybrid",
     "ParallelConfig": "lightning_pardist.specs.config",
+    "PipelineOptions": "lightning_pardist.specs.pipeline_options",
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
     "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",

@@ -88,7 +88,7 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
     """Returns what the whole batch's step would have returned.
 
     Tensors and lists with an entry per row are joined; floating-point numbers are averaged by weight, whole numbers
-    (counts) are added up unless all are equal; of anything else the first is taken.
+    (counts) are added up unless all are equal and none is the part's rows; of anything else the first is taken.
 
     Args:
         outputs: of the micro-batches' steps, with the same structure.
@@ -109,8 +109,9 @@ def merge_outputs(outputs: Sequence[Any], sizes: Sequence[int], weights: Sequenc
         return rebuild(first, merged)
     if isinstance(first, float):
         return sum(float(o) * w for o, w in zip(outputs, weights))
-    if isinstance(first, int) and not isinstance(first, bool) and any(o != first for o in outputs):
-        return sum(int(o) for o in outputs)
+    if isinstance(first, int) and not isinstance(first, bool):
+        is_count = list(outputs) == list(sizes) or any(o != first for o in outputs)
+        return sum(int(o) for o in outputs) if is_count else first
     return first
 
 

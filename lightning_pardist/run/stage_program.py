@@ -32,7 +32,7 @@ class Failure:
     @property
     def order(self) -> tuple[int, int, int]:
         """Sorts causes before their consequences: later stages saw zeros of this one."""
-        return (self.phase != "forward", self.micro, self.stage)
+        return (self.phase == "backward", self.micro, self.stage)
 
 
 @dataclass

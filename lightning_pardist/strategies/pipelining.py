@@ -13,6 +13,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pardist.base.errors import message
+from lightning_pardist.base.log import get_logger
 from lightning_pardist.describe.skeleton import Step
 from lightning_pardist.parallel_model import ParallelModel, PipelineCut
 from lightning_pardist.run.agree import gather_objects
@@ -26,6 +27,7 @@ from lightning_pardist.run.pipeline import (
 )
 from lightning_pardist.run.stage_program import Failure, MicroBatch, StepRun
 from lightning_pardist.specs.pipeline_options import PipelineOptions
+from lightning_pardist.specs.pipeline_plan import Dataflow
 from lightning_pardist.strategies.loss_weights import loss_weights
 from lightning_pardist.strategies.metrics import StepLogs
 from lightning_pardist.strategies.pipeline_forecast import recall_forecast
@@ -41,7 +43,10 @@ from lightning_pardist.strategies.pipeline_logs import (
 from lightning_pardist.strategies.schedules import custom_orders
 from lightning_pardist.strategies.timeline import write_timeline
 
+log = get_logger(__name__)
+
 _SEED_STEP = 1_000_003
+_PREPARING = "before the step: "
 
 
 @dataclass(frozen=True)
@@ -76,6 +81,17 @@ class StepDone:
     failures: list[Failure]
     """Of this rank alone."""
     sizes: list[int]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A step in micro-batches."""
+
+    sizes: list[int]
+    parts: list[Any]
+    weights: list[float]
+    flow: Dataflow
+    micros: list[MicroBatch]
 
 
 class Pipelining:
@@ -129,7 +145,18 @@ class Pipelining:
         done = self._run(step, device, training=True, scale=1.0 / accumulate)
         if timed:
             self._write_timeline()
+        if self._steps == 1 and not done.failures:
+            self._warn_of_a_leak(done.output)
         return done
+
+    def _warn_of_a_leak(self, output: Any) -> None:
+        loss = output.get("loss") if isinstance(output, dict) else output
+        if self._is_loss_rank and isinstance(loss, Tensor) and bool(loss.isnan().any()):
+            log.warning(
+                "the first loss is NaN: either the model gives it in one process too, or a value made from weights of "
+                "another stage, which are NaN here, got past the cut. Not on this stage: %s",
+                ", ".join(sorted(self._cut.absent)[:8]),
+            )
 
     def replay(self, done: StepDone, device: torch.device) -> tuple[list[Any], list[Joined]]:
         """Returns a training step's logged values: those to be combined over data ranks, and all others."""
@@ -213,6 +240,16 @@ class Pipelining:
     # ---- one step
 
     def _run(self, step: UserStep, device: torch.device, *, training: bool, scale: float) -> StepDone:
+        try:
+            prepared = self._prepare(step, training=training, scale=scale)
+        except Exception as error:  # the same on all stages, which read the same batch; other pipelines hear of it
+            return StepDone(None, [], [Failure(0, 0, _PREPARING, error)], [])
+        logs = MicroLogs(self._module)
+        around = self._around(step, prepared.parts, logs)
+        run = self._runner.run(StepRequest(prepared.micros, prepared.flow, training, around))
+        return self._share(run, logs, prepared, device)
+
+    def _prepare(self, step: UserStep, *, training: bool, scale: float) -> _Prepared:
         sizes = self._sizes(step.batch)
         parts = split_batch(step.batch, sizes)
         weights = loss_weights(self._options, step.batch, parts, sizes) if training else even_weights(sizes)
@@ -229,9 +266,7 @@ class Pipelining:
             )
             for index, (part, weight, one) in enumerate(zip(parts, weights, asked, strict=True))
         ]
-        logs = MicroLogs(self._module)
-        run = self._runner.run(StepRequest(micros, flow, training, self._around(step, parts, logs)))
-        return self._share(run, logs, sizes, weights, device)
+        return _Prepared(sizes, parts, weights, flow, micros)
 
     def _call(self, step: UserStep, part: Any) -> Callable[[], Any]:
         return lambda: step.on(self._module, part)
@@ -250,10 +285,9 @@ class Pipelining:
 
         return around
 
-    def _share(
-        self, run: StepRun, logs: MicroLogs, sizes: list[int], weights: list[float], device: torch.device
-    ) -> StepDone:
+    def _share(self, run: StepRun, logs: MicroLogs, prepared: _Prepared, device: torch.device) -> StepDone:
         """Gives every stage what the last one has."""
+        sizes, weights = prepared.sizes, prepared.weights
         payload: Any = None
         output = None
         if self._is_loss_rank and not run.failures:
@@ -312,6 +346,8 @@ class Pipelining:
         if not every:
             return
         text = f"{entry}: {every[0][1]}"
+        if any(order[0] == 0 and text.startswith(_PREPARING) for order, text in every):
+            raise ValueError(every[0][1].removeprefix(_PREPARING))
         own = next((f.error for f in failures if _described(f) == every[0][1]), None)
         raise StepFailedError(text) from own
 
@@ -337,5 +373,7 @@ def even_weights(sizes: Sequence[int]) -> list[float]:
 
 def _described(failure: Failure) -> str:
     error = failure.error
+    if failure.phase == _PREPARING:
+        return f"{_PREPARING}{error}"
     where = f"stage {failure.stage} failed in micro-batch {failure.micro} ({failure.phase})"
     return f"{where}: {type(error).__name__}: {error}"
