@@ -47,7 +47,7 @@ def units_of(plan: DataParallelPlan, profile: ModelProfile) -> DataParallelPlan:
 def pipeline_rows(plan: PipelinePlan, bytes_word: Callable[[float], str]) -> list[tuple[str, ...]]:
     """Returns a head row and one row per stage."""
     total = sum(stage.flops for stage in plan.stages) or 1
-    rows = [("stage", "rank", "blocks", "cost", "parameters", "activations", "receives")]
+    rows: list[tuple[str, ...]] = [("stage", "rank", "blocks", "cost", "parameters", "activations", "receives")]
     for stage in plan.stages:
         rows.append(
             (

@@ -64,8 +64,8 @@ class RandomModule(L.LightningModule):
         self.norms = nn.ModuleList([nn.LayerNorm(width) for _ in spec["kinds"]]) if spec["norms"] else None
         if spec["tied"]:
             self.out.weight = self.inp.weight
-        if spec["shared"]:
-            self.blocks[-1].up = self.blocks[0].up if spec["kinds"][-1] != "wide" else self.blocks[-1].up
+        if spec["shared"] and (spec["kinds"][0] == "wide") == (spec["kinds"][-1] == "wide"):
+            self.blocks[-1].up = self.blocks[0].up
         if spec["frozen"]:
             self.blocks[0].requires_grad_(False)
             self.inp.requires_grad_(False)
