@@ -110,7 +110,7 @@ SPECS = st.fixed_dictionaries(
         "rows": st.integers(1, 9),
         "batch": st.integers(1, 6),
         "schedule": st.sampled_from(SCHEDULES),
-        "microbatches": st.one_of(st.just("auto"), st.integers(1, 6)),
+        "microbatches": st.one_of(st.just("auto"), st.just("auto"), st.integers(1, 6)),
         "accumulate": st.integers(1, 2),
         **{flag: st.booleans() for flag in FLAGS},
     }
@@ -143,7 +143,7 @@ def train_all(specs: list[dict[str, Any]], is_pipeline: bool, world_size: int) -
     return found
 
 
-REASONS = ("Every stage", "must be able to run the number", "What crosses a cut", "must have enough rows")
+REASONS = ("Every stage", "The schedule must be able", "What crosses a cut", "A batch must have enough rows")
 
 
 @pytest.mark.timeout(3000 if CALLS > 3 else 300)
