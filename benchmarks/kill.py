@@ -51,7 +51,8 @@ def main() -> None:
         "",
         f"{RANKS} ranks of `HybridStrategy(zero_stage=3)` train {STEPS} steps over several epochs with dropout, a "
         "shuffled `StatefulDataLoader` and a schedule, and save twice at every step (`save_top_k=2, save_last=True`). "
-        f"A random rank gets SIGKILL at a random moment within {KILL_WITHIN_S} s of its start; the other must end by itself; then "
+        f"A random rank gets SIGKILL at a random moment within {KILL_WITHIN_S} s of its start; the other must end by "
+        "itself; then "
         'the run starts again with `ckpt_path="last"`. Every loss of every attempt was that of the uninterrupted run '
         "(to 1e-6), no checkpoint that had been published was lost, no rank hung and nothing was left behind.",
         "",
