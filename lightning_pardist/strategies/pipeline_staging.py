@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
 from torchmetrics import Metric
 
 from lightning_pardist.describe import sample_from_loader
@@ -31,7 +32,7 @@ class Staging:
         options: PipelineOptions,
         meshes: Meshes | None,
         device: torch.device,
-        precision: str,
+        precision: Precision,
     ) -> None:
         self._module = module
         self._options = options
@@ -68,11 +69,13 @@ class Staging:
                 source=f"{type(self._module).__name__}.training_step",
                 change="mend the line that is named, or pass sample_batch=... to the strategy",
             )
-        self._skeleton = new_skeleton(self._module, self._device, self._precision)
+        with lightning_api.transfer_hooks_of_data_module(self._module):  # the copy keeps them
+            self._skeleton = new_skeleton(self._module, self._device, str(self._precision.precision))
         blocks = [block.name for block in profile.blocks()]
         found: Dataflow | str = ""
         if torch.distributed.get_rank() == 0:
-            step = Step("training_step", sample.batch, (0,), is_transferred=False)
+            batch = self._precision.convert_input(sample.batch)
+            step = Step("training_step", batch, (0,), is_transferred=False)
             try:
                 found, _ = self._skeleton.dataflow(blocks, step)
             except Exception as error:  # every rank must hear of it

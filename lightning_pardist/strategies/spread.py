@@ -67,7 +67,7 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
         return earlier
     check_modules(module, request.meshes)
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
-    stages = Staging(module, request.pipeline, request.meshes, request.device, str(request.precision.precision))
+    stages = Staging(module, request.pipeline, request.meshes, request.device, request.precision)
     sample = find_sample(module, request.loaders, request.sample_batch)
     sample = stages.sample_or_evaluated(sample)
     profile = _describe(module, sample, request)

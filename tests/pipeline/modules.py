@@ -25,6 +25,7 @@ from tests.support.modules import (
     Seq2Seq,
     SharedWeights,
     Tokens,
+    UnusedParameters,
     Vectors,
     ViT,
     WeightPenalty,
@@ -300,4 +301,5 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "many_states": ManyStates,
     "weight_penalty": WeightPenalty,
     "shared_weights": SharedWeights,
+    "unused": UnusedParameters,
 }
