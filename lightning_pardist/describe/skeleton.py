@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pardist.base.batch_norm import is_batch_norm
+from lightning_pardist.base.nested import map_leaves
 from lightning_pardist.base.torch_api import FakeTensorMode
 from lightning_pardist.describe.dataflow import AllSeen, FlowRecorder
 from lightning_pardist.describe.fake_copy import FakeCopier
@@ -22,10 +24,13 @@ from lightning_pardist.specs.pipeline_plan import Dataflow, Outputs
 class _WeightlessCopier(FakeCopier):
     """Copies parameters to the meta device; buffers and other tensors, whose values may decide things, are shared."""
 
+    gather_dtype: torch.dtype | None = None
+
     def _fake(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return tensor
-        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        dtype = self.gather_dtype if self.gather_dtype is not None and tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty_strided(tensor.size(), tensor.stride(), dtype=dtype, device="meta")
         return nn.Parameter(empty, requires_grad=tensor.requires_grad)
 
 
@@ -45,15 +50,33 @@ class Step:
 class Skeleton:
     """Foretells what steps of a module do."""
 
-    def __init__(self, module: nn.Module, device: torch.device, autocast_dtype: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        device: torch.device,
+        autocast_dtype: torch.dtype | None,
+        gather_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copies the module; to be done before it is changed.
+
+        Args:
+            module: the user's.
+            device: on which it computes.
+            autocast_dtype: of ``torch.autocast`` around steps, None for none.
+            gather_dtype: in which shards are gathered and used, None for their own.
+        """
         self._live = weakref.ref(module)  # as a strong one it would keep the module alive as long as its forecast
         self._device = device
         self._autocast_dtype = autocast_dtype
+        self._gather_dtype = gather_dtype
         copier = _WeightlessCopier(FakeTensorMode(), device)
+        copier.gather_dtype = gather_dtype
         trainer = _trainer_of(module)
         if trainer is not None:
             copier.stand_in(trainer, None)
         self._module: nn.Module = copier.copy(module)
+        if gather_dtype is not None:
+            _keep_batch_norms(module, self._module)
         self._parts = list(self._module.modules())
         self._own = dict(self._module.named_parameters())
 
@@ -85,6 +108,7 @@ class Skeleton:
             recorder = FlowRecorder(fake, blocks, only_outputs=only_outputs)
             recorders.append(recorder)
             _run_entry(fake, step, recorder, self._autocast)
+            self._cast_inputs(fake, blocks)
             return recorder.watching(fake)
 
         try:
@@ -101,6 +125,21 @@ class Skeleton:
                 recorder.release()
         return recorders[-1]
 
+    def _cast_inputs(self, fake: nn.Module, blocks: Sequence[str]) -> None:
+        """Casts what enters a block, as fully_shard does."""
+        dtype = self._gather_dtype
+        if dtype is None:
+            return
+
+        def cast(leaf: Any) -> Any:
+            return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf
+
+        def hook(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return map_leaves(cast, args), map_leaves(cast, kwargs)
+
+        for name in blocks:
+            fake.get_submodule(name).register_forward_pre_hook(hook, with_kwargs=True)
+
     def _autocast(self) -> AbstractContextManager[object]:
         if self._autocast_dtype is None:
             return nullcontext()
@@ -116,6 +155,15 @@ class Skeleton:
         for name, parameter in live_module.named_parameters():
             if name in self._own:
                 self._own[name].requires_grad_(parameter.requires_grad)
+
+
+def _keep_batch_norms(module: nn.Module, skeleton: nn.Module) -> None:
+    """Batch norms are gathered in their own dtype."""
+    for live, part in zip(module.modules(), skeleton.modules(), strict=True):
+        if is_batch_norm(live):
+            for name, parameter in live.named_parameters(recurse=False):
+                empty = torch.empty_like(parameter, device="meta")
+                part.register_parameter(name, nn.Parameter(empty, requires_grad=parameter.requires_grad))
 
 
 def _run_entry(

@@ -19,8 +19,10 @@ from torch import Tensor
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.nested import leaves
+from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.describe.skeleton import Skeleton, Step
 from lightning_pardist.run.pipeline import entry_problem
+from lightning_pardist.specs.parallel_plan import PrecisionPlan
 from lightning_pardist.specs.pipeline_plan import Dataflow, Outputs, PipelinePlan
 
 _REMEMBERED = 512
@@ -128,6 +130,7 @@ def recall_forecast(module: LightningModule) -> Forecast:
     return _forecasts[module]
 
 
-def new_skeleton(module: LightningModule, device: torch.device, precision: str) -> Skeleton:
+def new_skeleton(module: LightningModule, device: torch.device, precision: PrecisionPlan) -> Skeleton:
     """Returns the weightless copy, made before the module is cut."""
-    return Skeleton(module, device, torch.bfloat16 if precision == "bf16-mixed" else None)
+    gathered = None if precision.gather_dtype is None else dtype_from_word(precision.gather_dtype)
+    return Skeleton(module, device, torch.bfloat16 if precision.name == "bf16-mixed" else None, gathered)
