@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lightning_pardist.specs.config import ParallelConfig
     from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
     from lightning_pardist.specs.model_profile import ModelProfile
+    from lightning_pardist.specs.pipeline_options import PipelineOptions
     from lightning_pardist.specs.tensor_options import TensorOptions
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
     from lightning_pardist.strategies.estimating import estimate
@@ -30,6 +31,7 @@ __all__ = [
     "RecomputeOptions",
     "CompileOptions",
     "DiagnosisOptions",
+    "PipelineOptions",
     "ModelProfile",
     "profile_model",
     "TensorOptions",
@@ -47,6 +49,7 @@ _HOME = {
     "RecomputeOptions": "lightning_pardist.specs.block_levers",
     "CompileOptions": "lightning_pardist.specs.block_levers",
     "DiagnosisOptions": "lightning_pardist.specs.diagnosis_options",
+    "PipelineOptions": "lightning_pardist.specs.pipeline_options",
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
     "TensorOptions": "lightning_pardist.specs.tensor_options",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -30,6 +31,8 @@ class Meshes:
     """1-D mesh of the ranks that together hold one copy of the model: all axes but the replicas."""
     control: ProcessGroup
     """World-wide group for small host messages; on a GPU run these then never wait for device work."""
+    pipeline_control: ProcessGroup | None = None
+    """The same among the stages of one pipeline; None without pipeline parallelism."""
 
     @property
     def sizes(self) -> AxisSizes:
@@ -56,6 +59,16 @@ class Meshes:
         """1-D mesh of the ranks that share each matrix."""
         return self.world[axes.TENSOR_PARALLEL]
 
+    @property
+    def pipeline_rank(self) -> int:
+        """This rank's place along the pipeline axis."""
+        return int(self.world[axes.PIPELINE_PARALLEL].get_local_rank())
+
+    @property
+    def pipeline_group(self) -> ProcessGroup:
+        """Process group of the stages of one pipeline."""
+        return self.world[axes.PIPELINE_PARALLEL].get_group()
+
     def sharding(self) -> DeviceMesh:
         """Mesh for fully_shard: 1-D over shards, or 2-D ``(replicate, shard)`` when copies exist."""
         if self.world[axes.DATA_PARALLEL_REPLICATE].size() == 1:
@@ -63,16 +76,10 @@ class Meshes:
         return self.world[axes.DATA_PARALLEL_REPLICATE, axes.DATA_PARALLEL_SHARD]
 
 
-_built: dict[tuple[object, ...], Meshes] = {}
-"""Meshes of the default process group that is alive; every group costs threads and connections."""
-_built_over: list[object] = []
-
-
 def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None = None) -> Meshes:
     """Returns the meshes over the already initialised default process group.
 
-    Every rank must call it: all ranks make all groups in the same order. A second Trainer with the same sizes gets the
-    meshes of the first.
+    Every rank must call it: all ranks make all groups in the same order.
 
     Args:
         sizes: ranks along every axis; must multiply to the world size.
@@ -80,16 +87,6 @@ def build_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None =
         timeout: bound on every collective of the groups made here; None keeps torch's default.
     """
     assert sizes.world_size == dist.get_world_size(), (sizes, dist.get_world_size())
-    if _built_over != [dist.group.WORLD]:
-        _built_over[:] = [dist.group.WORLD]
-        _built.clear()
-    key = (sizes, device_type, timeout)
-    if key not in _built:
-        _built[key] = _new_meshes(sizes, device_type, timeout)
-    return _built[key]
-
-
-def _new_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None) -> Meshes:
     world = init_device_mesh(device_type, tuple(sizes.as_dict().values()), mesh_dim_names=axes.AXES)
     data_parallel = torch_dist_api.flatten_axes(world, axes.DATA_AXES, name=axes.DATA_PARALLEL)
     model = torch_dist_api.flatten_axes(world, axes.MODEL_AXES, name=axes.MODEL)
@@ -97,7 +94,13 @@ def _new_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None) -
         for mesh in (*(world[axis] for axis in axes.AXES), data_parallel, model):
             torch_dist_api.set_group_timeout(mesh.get_group(), timeout)
     control = _control_group(device_type, timeout)
-    return Meshes(world=world, data_parallel=data_parallel, model=model, control=control)
+    return Meshes(
+        world=world,
+        data_parallel=data_parallel,
+        model=model,
+        control=control,
+        pipeline_control=_pipeline_control_group(world, timeout),
+    )
 
 
 _shared: dict[ProcessGroup, dict[tuple[AxisSizes, str, timedelta | None], Meshes]] = {}
@@ -120,6 +123,23 @@ def shared_meshes(sizes: AxisSizes, device_type: str, timeout: timedelta | None 
     if key not in made:
         made[key] = build_meshes(sizes, device_type, timeout)
     return made[key]
+
+
+def stage_groups(meshes: Meshes, stage_sets: Sequence[tuple[int, ...]]) -> dict[tuple[int, ...], ProcessGroup]:
+    """Returns a group for every given set of pipeline ranks that this rank is in, among its own pipeline.
+
+    Every rank must call it with the same sets in the same order.
+    """
+    found: dict[tuple[int, ...], ProcessGroup] = {}
+    lines = meshes.world.mesh.reshape(meshes.world[axes.PIPELINE_PARALLEL].size(), -1)
+    for stages in stage_sets:
+        for line in range(lines.shape[1]):
+            ranks = [int(lines[stage, line]) for stage in stages]
+            group = dist.new_group(ranks, group_desc="pardist_shared_between_stages")
+            if dist.get_rank() in ranks:
+                assert isinstance(group, dist.ProcessGroup)
+                found[stages] = group
+    return found
 
 
 def private_host_group(meshes: Meshes, timeout_s: float) -> ProcessGroup:
@@ -147,6 +167,23 @@ def _control_group(device_type: str, timeout: timedelta | None) -> ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)
     return group
+
+
+def _pipeline_control_group(world: DeviceMesh, timeout: timedelta | None) -> ProcessGroup | None:
+    size = world[axes.PIPELINE_PARALLEL].size()
+    if size == 1:
+        return None
+    if world.device_type == "cpu":
+        return world[axes.PIPELINE_PARALLEL].get_group()
+    mine: ProcessGroup | None = None
+    lines = world.mesh.reshape(size, -1)
+    for line in range(lines.shape[1]):
+        ranks = [int(rank) for rank in lines[:, line]]
+        group = dist.new_group(ranks, backend="gloo", timeout=timeout, group_desc="pardist_pipeline_control")
+        if dist.get_rank() in ranks:
+            assert isinstance(group, dist.ProcessGroup)
+            mine = group
+    return mine
 
 
 def local_device(device_type: str) -> torch.device:

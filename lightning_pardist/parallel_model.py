@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.specs.pipeline_plan import PipelinePlan
 from lightning_pardist.torch_dist_api import as_dtensor, local_tensor
 
 if TYPE_CHECKING:
@@ -77,6 +78,41 @@ class HeldShard(HeldParameter):
             self.stored.grad = as_dtensor(gradient, self.stored)
 
 
+class BlockListener(Protocol):
+    """Who decides what blocks do while a stage of a pipeline runs the user's step."""
+
+    def replaces(self, block: int) -> bool:
+        """Returns True if another stage runs the block."""
+        ...
+
+    def stand_in(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Returns what the block would give back, as far as it is known here."""
+        ...
+
+    def left(self, block: int, output: Any) -> None:
+        """Sees what a block of this stage gives back; ends the step after the last one."""
+        ...
+
+
+@dataclass(eq=False)
+class PipelineCut:
+    """What one rank of a pipeline holds of a module that was cut into stages."""
+
+    plan: PipelinePlan
+    rank: int
+    """Along the pipeline axis."""
+    absent: frozenset[str]
+    """First names of the parameters that this rank does not hold: in the module they are NaN and take no memory."""
+    uncounted: frozenset[str]
+    """First names of the parameters that it holds and another rank counts."""
+    foreign_buffers: frozenset[str]
+    """Names of the buffers that another rank keeps up to date."""
+    seed: int = 0
+    """Of all random numbers in steps; equal on all ranks."""
+    listener: BlockListener | None = None
+    """Set while a stage runs."""
+
+
 @dataclass(eq=False)
 class ParallelModel:
     """A module to which a plan was applied.
@@ -97,6 +133,18 @@ class ParallelModel:
     """What the plan was made from."""
     reducer: DistributedDataParallel | None = None
     """Set while training under ``replicate``."""
+    pipeline: PipelineCut | None = None
+    """Set if the module was cut into stages."""
+
+    @property
+    def absent(self) -> frozenset[str]:
+        """First names of the parameters that this rank does not hold."""
+        return frozenset() if self.pipeline is None else self.pipeline.absent
+
+    @property
+    def tied_across_stages(self) -> frozenset[str]:
+        """First names of the parameters that this rank holds and must not count, for another stage counts them."""
+        return frozenset() if self.pipeline is None else self.pipeline.uncounted
 
     @property
     def kind(self) -> str:

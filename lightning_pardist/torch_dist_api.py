@@ -150,6 +150,28 @@ def outside_reducer() -> Iterator[None]:
         DistributedDataParallel._active_ddp_module = before
 
 
+def has_whole_gradient(record: Any) -> bool:
+    """Returns True if a gradient of the whole parameter waits to be reduced.
+
+    Args:
+        record: one of ``fsdp_parameters``.
+    """
+    whole = whole_parameter(record)
+    return (whole is not None and whole.grad is not None) or record.unsharded_accumulated_grad is not None
+
+
+def drop_whole_gradient(record: Any) -> None:
+    """Forgets a gradient of the whole parameter that waits to be reduced.
+
+    Args:
+        record: one of ``fsdp_parameters``.
+    """
+    whole = whole_parameter(record)
+    if whole is not None:
+        whole.grad = None
+    record.unsharded_accumulated_grad = None
+
+
 CAN_REDUCE_UNUSED = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
 """Public in torch from 2.13 on."""
 

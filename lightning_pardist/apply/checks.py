@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import TypeVar
 
 import torch
@@ -75,14 +75,16 @@ def check_same_plan(plan: ParallelPlan, meshes: Meshes) -> None:
     )
 
 
-def check_equal_replicas(module: nn.Module, meshes: Meshes) -> None:
+def check_equal_replicas(module: nn.Module, meshes: Meshes, *, absent: Collection[str] = ()) -> None:
     """Checks that copies of a shard hold the same bits; costs one exchange of a checksum.
 
     Raises:
         ValueError: on all ranks, naming the ranks that differ.
     """
     total = torch.zeros((), dtype=torch.int64)
-    for index, parameter in enumerate(module.parameters()):
+    for index, (name, parameter) in enumerate(module.named_parameters()):
+        if name in absent:
+            continue
         shard = local_tensor(parameter.detach()).contiguous().flatten()
         if shard.numel():
             total += (index + 1) * shard.view(torch.uint8).to(torch.int64).sum().cpu()
@@ -96,7 +98,7 @@ def check_equal_replicas(module: nn.Module, meshes: Meshes) -> None:
     raise ValueError(
         message(
             "All replicas must start from the same weights.",
-            got=f"checksums (shard, sum) by rank: {list(enumerate(sums))}",
+            got=f"checksums ((stage, shard), sum) by rank: {list(enumerate(sums))}",
             source="the parameters after set-up",
             change="load weights on every rank, and do not change them on single ranks in setup or configure_model",
         )

@@ -36,7 +36,10 @@ def shard_units(model: ParallelModel, weights: Weights, cutter: TensorCutter | N
     assert model.meshes is not None
     parameters = dict(module.named_parameters())
     ignored = {parameters[name] for name in plan.ignored_parameters} | {held.stored for held in model.scalars}
+    ignored |= {parameters[name] for name in model.absent}
     for unit in plan.units:
+        if not unit.is_root and model.absent.issuperset(unit.parameters):
+            continue  # another stage's
         tops = [module.get_submodule(name) for name in unit.modules]
         for top in tops:
             weights.make_ready(top)
@@ -76,6 +79,8 @@ def hold_scalars(model: ParallelModel, weights: Weights) -> list[HeldScalar]:
     mesh = model.meshes.sharding()
     found = []
     for name in model.plan.data_parallel.scalar_parameters:
+        if name in model.absent:
+            continue
         parameter = model.module.get_parameter(name)
         owners = [
             (module, key)

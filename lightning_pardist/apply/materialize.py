@@ -7,6 +7,7 @@ then train a patchwork of models, and hybrid replicas would stay different for e
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection
 
 import torch
 import torch.distributed as dist
@@ -24,12 +25,22 @@ class Weights:
     With the meta device as target every tensor stays as it is: shapes and hooks without memory.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device, meshes: Meshes | None) -> None:
+    def __init__(
+        self, module: nn.Module, device: torch.device, meshes: Meshes | None, *, absent: Collection[str] = ()
+    ) -> None:
+        """Starts with nothing ready but what another stage of a pipeline holds.
+
+        Args:
+            module: the root.
+            device: where tensors are to be.
+            meshes: None on one rank.
+            absent: first names of parameters that this rank does not hold.
+        """
         self._root = module
         self._names = {id(child): name for name, child in module.named_modules()}
         self._device = device
         self._meshes = meshes
-        self._ready: set[int] = set()
+        self._ready = {id(parameter) for name, parameter in module.named_parameters() if name in absent}
         self._seed = self._common_seed()
 
     def make_ready(self, top: nn.Module) -> None:
@@ -101,7 +112,11 @@ class Weights:
             return
         # As bytes, so that every dtype passes, those that a backend cannot add included.
         whole = tensor.detach().contiguous()
-        dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+        if self._meshes.pipeline_control is None:
+            dist.broadcast(whole.view(-1).view(torch.uint8), src=0)
+        else:  # other stages hold other tensors; those that several hold were made by name, or sent when it was cut
+            group = self._meshes.data_parallel_group
+            dist.broadcast(whole.view(-1).view(torch.uint8), group=group, group_src=0)
         if whole.data_ptr() != tensor.data_ptr():
             tensor.copy_(whole)
 

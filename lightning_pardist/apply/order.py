@@ -9,6 +9,7 @@ from lightning_pardist.apply.block_levers import compile_blocks, recompute_block
 from lightning_pardist.apply.checks import check_equal_replicas, check_same_plan
 from lightning_pardist.apply.data_parallel import hold_scalars, shard_units
 from lightning_pardist.apply.materialize import Weights
+from lightning_pardist.apply.pipeline import cut_stages, install_stand_ins
 from lightning_pardist.apply.tensor_parallel import TensorCutter
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel, remember
@@ -32,7 +33,10 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
     if meshes is not None:
         check_same_plan(plan, meshes)
     model = ParallelModel(module=module, plan=plan, meshes=meshes)
-    weights = Weights(module, device, meshes)
+    if plan.pipeline is not None:
+        # Cut first: nobody distributes layers that it then drops.
+        model.pipeline = cut_stages(model, device)
+    weights = Weights(module, device, meshes, absent=model.absent)
     cutter = TensorCutter(model) if plan.tensor is not None else None
     # Inside compiled code, so that the compiler sees what is recomputed; both before sharding, so that one unit is
     # gathered by hooks around one compiled block.
@@ -47,6 +51,8 @@ def apply_plan(module: nn.Module, plan: ParallelPlan, meshes: Meshes | None, dev
     if cutter is not None and plan.data_parallel.kind != "shard":
         cutter.cut_and_hold(module)
     if meshes is not None and device.type != "meta":
-        check_equal_replicas(module, meshes)
+        check_equal_replicas(module, meshes, absent=model.absent)
+    if model.pipeline is not None:
+        install_stand_ins(model)
     remember(model)
     return model

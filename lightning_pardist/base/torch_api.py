@@ -38,6 +38,7 @@ __all__ = [
     "HigherOrderOperator",
     "OpOverload",
     "TorchDispatchMode",
+    "argument_named",
     "as_plain_tensors",
     "current_autograd_node",
     "has_step_post_hooks",
@@ -71,6 +72,15 @@ def written_arguments(operator: OpOverload, args: Sequence[Any], kwargs: Mapping
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[position] if position < len(args) else kwargs.get(argument.name))
     return written
+
+
+def argument_named(operator: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any | None:
+    """Returns the argument of a call that the operator's schema calls ``name``, its default if left out, else None."""
+    for position, argument in enumerate(operator._schema.arguments):
+        if argument.name == name:
+            given = args[position] if position < len(args) else kwargs.get(name)
+            return argument.default_value if given is None else given
+    return None
 
 
 def has_step_post_hooks(optimizer: torch.optim.Optimizer) -> bool:

@@ -246,6 +246,7 @@ class _Loading:
         ties = self.state.aliases()
         other_names = _other_names(ties, self.source.aliases)
         missing, used = [], set()
+        self.tensors = {n: t for n, t in self.tensors.items() if not self.state.is_absent(n, ties)}
         for name, tensor in self.tensors.items():
             keys = [MODEL + n for n in (name, *other_names.get(name, ())) if MODEL + n in self.source.infos]
             used.update(keys)
@@ -279,7 +280,9 @@ class _Loading:
         aliases = _names_by_id(self.state, self.source)
         stored = []
         for index, (optimizer, content) in enumerate(zip(optimizers, saved)):
-            restore = OptimizerRestore(index, optimizer, content, self.source.infos, aliases, self.request.strict)
+            restore = OptimizerRestore(
+                index, optimizer, content, self.source.infos, aliases, self.request.strict, self.state.absent_ids()
+            )
             self.restores.append(restore)
             self.layers[0].update(restore.wanted)
             stored.append({name for group in content["groups"] for name in group["params"]})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ class OptimizerRestore:
         infos: the checkpoint's tensors.
         aliases: ``{id(live parameter): its names, first one first}``.
         strict: whether parameters and groups must correspond.
+        absent: ids of parameters whose state another rank has.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class OptimizerRestore:
         infos: Mapping[str, Info],
         aliases: Mapping[int, Sequence[str]],
         strict: bool,
+        absent: Collection[int] = (),
     ) -> None:
         self.optimizer = optimizer
         self.strict = strict
@@ -60,6 +62,8 @@ class OptimizerRestore:
                     self._new_parameter(name)
                     continue
                 found.append(stored)
+                if id(parameter) in absent:
+                    continue
                 prefix = f"{OPTIMIZER}{index}.{stored}."
                 self._plan_state(
                     parameter, group, {key: (prefix + key, infos[prefix + key]) for key in keys.get(stored, ())}

@@ -42,6 +42,19 @@ class TrainState:
     """``{further name: first name}`` for tied parameters whose two ends live on different ranks."""
     parameter_order: Sequence[str] | None = None
     """All parameter names in the order of the module in one process; needed only where no rank holds all of it."""
+    absent_parameters: frozenset[str] = frozenset()
+    """First names of parameters that are in the module and hold nothing, for another rank has them."""
+    foreign_buffers: frozenset[str] = frozenset()
+    """Names of buffers that another rank keeps up to date; it saves them."""
+
+    def is_absent(self, name: str, aliases: Mapping[str, str]) -> bool:
+        """Returns True for a name of a parameter that another rank has."""
+        return aliases.get(name, name) in self.absent_parameters
+
+    def absent_ids(self) -> frozenset[int]:
+        """Returns the ids of the parameters that another rank has."""
+        named = names.named_parameters(self.module) if self.absent_parameters else ()
+        return frozenset(id(parameter) for name, parameter in named if name in self.absent_parameters)
 
     def aliases(self) -> dict[str, str]:
         """Returns ``{further name: first name}`` for every tied parameter."""
@@ -126,6 +139,8 @@ def _model_entries(state: TrainState, aliases: Mapping[str, str]) -> tuple[list[
     entries = []
     for name, tensor in tensors.items():
         canonical = aliases.get(name, name)
+        if state.is_absent(name, aliases) or name in state.foreign_buffers:
+            continue
         if canonical == name or canonical not in tensors:
             entries.append(entry_of(MODEL + canonical, tensor, lowest_rank_writes=name not in parameters))
     return entries, objects

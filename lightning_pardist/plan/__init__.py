@@ -5,15 +5,18 @@ from __future__ import annotations
 from lightning_pardist.plan.block_levers import plan_compile, plan_recompute, with_costs
 from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
+from lightning_pardist.plan.pipeline_report import fullest_rank, largest_state, units_of
 from lightning_pardist.plan.report import format_plan
 from lightning_pardist.plan.sequence_parallel import with_sequence_parallel
 from lightning_pardist.plan.tensor_costs import profile_on_tensor_axis, tensor_traffic
 from lightning_pardist.plan.tensor_parallel import make_tensor_plan
 from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.specs.pipeline_plan import PipelinePlan
 
 __all__ = [
     "PlanInput",
     "format_plan",
+    "largest_state",
     "make_plan",
     "make_tensor_plan",
     "plan_recompute",
@@ -24,11 +27,14 @@ __all__ = [
 ]
 
 
-def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = None) -> ParallelPlan:
+def make_plan(
+    given: PlanInput, *, pipeline: PipelinePlan | None = None, optimizer_bytes_per_element: float | None = None
+) -> ParallelPlan:
     """Returns the whole plan for a module on a mesh.
 
     Args:
         given: the module's tree and profile, the user's config, the mesh sizes and the precision.
+        pipeline: how the module is cut into stages, if it is.
         optimizer_bytes_per_element: optimizer state per trainable element, for the report; None if unknown.
 
     Raises:
@@ -37,20 +43,22 @@ def make_plan(given: PlanInput, *, optimizer_bytes_per_element: float | None = N
     data_parallel = plan_data_parallel(given)
     held = profile_on_tensor_axis(given.profile, given.tensor)
     shard_size = given.sizes.data_parallel_shard if data_parallel.kind == "shard" else 1
+    here = fullest_rank(held, pipeline)
     return ParallelPlan(
         module_class=given.profile.module_class,
         sizes=given.sizes,
         precision=given.precision,
         data_parallel=data_parallel,
-        state_per_rank=state_bytes(
-            held, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
+        state_per_rank=largest_state(
+            held, pipeline, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
         ),
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
         traffic=(
-            *step_traffic(held, data_parallel, given.sizes, given.precision),
+            *step_traffic(here, units_of(data_parallel, here), given.sizes, given.precision),
             *tensor_traffic(given.tensor),
         ),
         tensor=given.tensor,
+        pipeline=pipeline,
         recompute=given.recompute,
         compile=plan_compile(given.profile, given.compile, data_parallel.units),
     )

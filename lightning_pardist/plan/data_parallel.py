@@ -61,7 +61,8 @@ def plan_data_parallel(given: PlanInput) -> DataParallelPlan:
 def _request(given: PlanInput) -> UnitRequest:
     return UnitRequest(
         patterns=given.config.fsdp_units,
-        reshard_after_forward=given.config.zero_stage == 3,
+        # Stages run many micro-batches: parameters gathered for the first are kept until the step has ended.
+        reshard_after_forward=given.config.zero_stage == 3 and given.sizes.pipeline_parallel == 1,
         lower_precision=given.precision.gather_dtype is not None,
     )
 

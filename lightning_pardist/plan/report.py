@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import groupby
 
+from lightning_pardist.plan.pipeline_report import pipeline_rows, pipeline_words
 from lightning_pardist.specs.parallel_plan import ParallelPlan, ShardUnit, StateBytes
 from lightning_pardist.specs.tensor_roles import TensorPlan
 
@@ -23,11 +24,18 @@ def format_plan(plan: ParallelPlan) -> str:
     lines += _section("Data parallel", _unit_rows(plan))
     if plan.tensor is not None:
         lines += _section("Tensor parallel", _tensor_rows(plan.tensor))
+    if plan.pipeline is not None:
+        lines += _section(pipeline_words(plan.pipeline), pipeline_rows(plan.pipeline, format_bytes))
+        lines += [f"    rank {rank}  {line}" for rank, line in enumerate(plan.pipeline.timeline)]
     lines += _section("State per rank", _state_rows(plan))
     lines += _section("Blocks", _lever_rows(plan)) if plan.recompute.blocks or plan.compile.blocks else []
     if plan.traffic:
         lines += _section("Collectives per step", _traffic_rows(plan))
-    notes = [*plan.data_parallel.notes, *(plan.tensor.notes if plan.tensor is not None else ())]
+    notes = [
+        *plan.data_parallel.notes,
+        *(plan.tensor.notes if plan.tensor is not None else ()),
+        *(plan.pipeline.notes if plan.pipeline is not None else ()),
+    ]
     lines += [f"  note: {note}" for note in notes]
     return "\n".join(lines)
 

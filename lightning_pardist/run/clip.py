@@ -7,7 +7,7 @@ are taken in fp32 at least, so that the number does not depend on how a low-prec
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -21,20 +21,23 @@ _COPIED_AXES = (axes.DATA_PARALLEL_SHARD, axes.CONTEXT_PARALLEL, axes.TENSOR_PAR
 """Axes on which a gradient that is not sharded is the same on all ranks. Stages hold different parameters."""
 
 
-def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float, meshes: Meshes | None) -> Tensor:
+def gradient_norm(
+    parameters: Iterable[nn.Parameter], norm_type: float, meshes: Meshes | None, *, uncounted: Collection[int] = ()
+) -> Tensor:
     """Returns the norm of all gradients together, equal on all ranks: a scalar in fp32 or wider.
 
     Args:
         parameters: those whose gradients count; each once, however often it is listed.
         norm_type: p of the p-norm, or ``inf``.
         meshes: None on one rank.
+        uncounted: ids of parameters that another stage of a pipeline counts.
 
     Raises:
         ValueError: if ``norm_type`` is not positive.
     """
     if not norm_type > 0:
         raise ValueError(f"the norm type must be positive, got {norm_type}")
-    counted = {id(p): p for p in parameters}.values()
+    counted = {id(p): p for p in parameters if id(p) not in uncounted}.values()
     gradients = [p.grad for p in counted if p.grad is not None]
     part = _power_sum(gradients, norm_type, meshes)
     if meshes is not None and meshes.model.size() > 1:
@@ -45,14 +48,19 @@ def gradient_norm(parameters: Iterable[nn.Parameter], norm_type: float, meshes: 
 
 
 def clip_by_norm(
-    parameters: Iterable[nn.Parameter], max_norm: float, norm_type: float, meshes: Meshes | None
+    parameters: Iterable[nn.Parameter],
+    max_norm: float,
+    norm_type: float,
+    meshes: Meshes | None,
+    *,
+    uncounted: Collection[int] = (),
 ) -> Tensor:
     """Scales all gradients in place so that their common norm is at most ``max_norm``; returns the norm before.
 
     The factor is ``min(1, max_norm / (norm + 1e-6))``, as in ``torch.nn.utils.clip_grad_norm_``.
     """
     listed = list({id(p): p for p in parameters}.values())
-    norm = gradient_norm(listed, norm_type, meshes)
+    norm = gradient_norm(listed, norm_type, meshes, uncounted=uncounted)
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
     _scale([local_tensor(p.grad) for p in listed if p.grad is not None], factor)
     return norm

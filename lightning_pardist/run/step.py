@@ -61,6 +61,11 @@ class StepRunner:
         self._tensor = TensorMode(model) if has_tensor_axis else None
         self._partial = PartialGradients(model) if has_tensor_axis else None
 
+    @property
+    def window_ends(self) -> bool:
+        """False for a micro-batch that is not the last of its accumulation window."""
+        return self._sync
+
     def forward(self, fn: Callable[[], _T]) -> _T:
         """Returns ``fn()``, run with parameters gathered and gradients to be reduced as the plan says."""
         model = self._model

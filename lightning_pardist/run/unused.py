@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist import torch_dist_api
+from lightning_pardist.mesh import local_device
 from lightning_pardist.parallel_model import ParallelModel
 
 
@@ -53,3 +54,22 @@ class GradientUse:
 def _note(used: list[bool], index: int, _parameter: Tensor) -> None:
     # A hook of autograd lives in C++, where the garbage collector sees no cycle: this one must not lead to the module.
     used[index] = True
+
+
+class UsedInStep:
+    """Notes which sharded parameters got a gradient in a pipeline's step on any data rank, before it is reduced."""
+
+    def __init__(self, model: ParallelModel) -> None:
+        assert model.meshes is not None
+        self._records = list(torch_dist_api.fsdp_parameters(model.module))
+        self._was_none = [record.sharded_param.grad is None for record in self._records]
+        used = torch.tensor([torch_dist_api.has_whole_gradient(r) for r in self._records], dtype=torch.uint8)
+        used = used.to(local_device(model.meshes.world.device_type))
+        dist.all_reduce(used, op=dist.ReduceOp.MAX, group=model.meshes.data_parallel_group)
+        self._used = used.tolist()
+
+    def drop_unused(self) -> None:
+        """Sets gradients back to None that no rank contributed to."""
+        for record, anywhere, before in zip(self._records, self._used, self._was_none, strict=True):
+            if before and not anywhere:
+                record.sharded_param.grad = None

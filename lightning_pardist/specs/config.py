@@ -13,7 +13,14 @@ from lightning_pardist.base.errors import message
 Size = int | Literal["auto"]
 """Ranks along a mesh axis; ``"auto"`` takes what the other axes leave."""
 
-AVAILABLE_AXES = frozenset({axes.DATA_PARALLEL_REPLICATE, axes.DATA_PARALLEL_SHARD, axes.TENSOR_PARALLEL})
+AVAILABLE_AXES = frozenset(
+    {
+        axes.DATA_PARALLEL_REPLICATE,
+        axes.DATA_PARALLEL_SHARD,
+        axes.TENSOR_PARALLEL,
+        axes.PIPELINE_PARALLEL,
+    }
+)
 """Axes this version can spread a model over. The others have their place on the mesh and must be of size 1."""
 
 
@@ -31,8 +38,8 @@ class ParallelConfig:
     """Ranks that share one copy. ``"auto"``: what the other axes leave."""
     tensor_parallel_size: Size = 1
     """Ranks that share the matrices inside a block. ``"auto"``: all ranks of a node."""
-    pipeline_parallel_size: int = 1
-    """Stages that the block stack is cut into."""
+    pipeline_parallel_size: Size = 1
+    """Ranks that the block stack is cut over. ``"auto"``: one per node if there are several, else one per device."""
     context_parallel_size: int = 1
     """Ranks that share one sequence."""
     expert_parallel_size: int = 1
@@ -96,12 +103,11 @@ class ParallelConfig:
         if missing:
             raise ValueError(
                 message(
-                    "This version spreads a model over the data axes and the tensor axis; every other axis must be of "
-                    "size 1.",
+                    "This version spreads a model over the data, tensor and pipeline axes; every other "
+                    "axis must be of size 1.",
                     got=", ".join(f"{name}={size}" for name, size in missing.items()),
                     source="the strategy's arguments",
-                    change="leave these sizes at 1 and use data_parallel_replicate_size, data_parallel_shard_size and "
-                    "tensor_parallel_size",
+                    change="leave these sizes at 1 and use the sizes of the other axes",
                 )
             )
 
@@ -135,7 +141,10 @@ class ParallelConfig:
             ValueError: if the sizes do not multiply to ``world_size``.
         """
         tensor = world_size // num_nodes if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
-        model_ranks = self.pipeline_parallel_size * self.context_parallel_size * tensor
+        pipeline = self.pipeline_parallel_size
+        if pipeline == "auto":
+            pipeline = num_nodes if num_nodes > 1 else world_size // self.context_parallel_size // tensor
+        model_ranks = pipeline * self.context_parallel_size * tensor
         replicate, shard = self.data_parallel_replicate_size, self.data_parallel_shard_size
         if world_size % model_ranks:
             raise self._wrong_product(world_size)
@@ -143,8 +152,8 @@ class ParallelConfig:
         if self.zero_stage == 0:
             shard = 1
         if replicate == "auto" and shard == "auto":
-            # One replica per node: sharding traffic then stays on the links inside a node.
-            replicate = math.gcd(num_nodes, data_ranks)
+            # One replica per node: sharding traffic then stays on the links inside a node. Stages lie on whole nodes.
+            replicate = math.gcd(max(num_nodes // pipeline, 1), data_ranks)
         if replicate == "auto":
             assert isinstance(shard, int)
             replicate = data_ranks // shard
@@ -153,7 +162,7 @@ class ParallelConfig:
         if replicate * shard != data_ranks:
             raise self._wrong_product(world_size)
         return AxisSizes(
-            pipeline_parallel=self.pipeline_parallel_size,
+            pipeline_parallel=pipeline,
             data_parallel_replicate=replicate,
             data_parallel_shard=shard,
             context_parallel=self.context_parallel_size,
@@ -203,7 +212,12 @@ class AxisSizes:
 
 
 _SIZE_FIELDS = tuple(field.name for field in fields(ParallelConfig) if field.name.endswith("_size"))
-_AUTO_FIELDS = ("data_parallel_replicate_size", "data_parallel_shard_size", "tensor_parallel_size")
+_AUTO_FIELDS = (
+    "data_parallel_replicate_size",
+    "data_parallel_shard_size",
+    "tensor_parallel_size",
+    "pipeline_parallel_size",
+)
 
 
 def _check_size(name: str, value: object, *, auto_allowed: bool) -> None:

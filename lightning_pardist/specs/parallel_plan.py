@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lightning_pardist.specs.block_levers import CompilePlan, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes
+from lightning_pardist.specs.pipeline_plan import PipelinePlan
 from lightning_pardist.specs.tensor_roles import TensorPlan
 
 DataParallelKind = Literal["none", "replicate", "shard"]
@@ -102,6 +103,7 @@ class ParallelPlan:
     """None if the tensor axis has one rank."""
     recompute: RecomputePlan = field(default_factory=RecomputePlan)
     compile: CompilePlan = field(default_factory=CompilePlan)
+    pipeline: PipelinePlan | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Returns plain containers and words, fit for JSON."""

@@ -147,6 +147,8 @@ class CheckpointKeeper:
             trainer=trainer_state,
             rank_state=rank_state if whole_run else None,
             model_state=model_state,
+            absent_parameters=self._run.model.absent,
+            foreign_buffers=self._run.foreign_buffers(),
         )
 
     def _info(self, content: Mapping[str, Any]) -> ckpt.SaveInfo:

@@ -27,13 +27,9 @@ from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOption
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
-from lightning_pardist.specs.options import (
-    PipelineOptions,
-    refuse_idle_options,
-    refuse_levers_with_tensor_axis,
-    refuse_options,
-)
+from lightning_pardist.specs.options import refuse_combinations, refuse_idle_options
 from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import (
@@ -48,9 +44,16 @@ from lightning_pardist.strategies.diagnosis import Diagnosis
 from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
 from lightning_pardist.strategies.peers import check_same_batch, has_peers, share_generators
+from lightning_pardist.strategies.pipelining import Pipelining, UserStep
 from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
 from lightning_pardist.strategies.predictions import gather_in_order
-from lightning_pardist.strategies.refusals import OnNonFinite, check_on_nonfinite, refuse_compiled
+from lightning_pardist.strategies.refusals import (
+    OnNonFinite,
+    check_on_nonfinite,
+    check_pipeline,
+    refuse_compiled,
+    refuse_under_pipeline,
+)
 from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
 from lightning_pardist.strategies.turns import Turns, deal_each_once, has_own_dealing, kept_metrics
 
@@ -62,7 +65,8 @@ class HybridStrategy(CheckpointHooks):
         data_parallel_replicate_size: copies of the model; ``"auto"`` is one per node.
         data_parallel_shard_size: ranks that share one copy; ``"auto"`` is what the other axes leave.
         tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node.
-        pipeline_parallel_size: stages of the block stack (1 in this version).
+        pipeline_parallel_size: ranks that the block stack is cut over; ``"auto"`` is one per node if there are
+            several, else one per device.
         context_parallel_size: ranks that share one sequence (1 in this version).
         expert_parallel_size: ranks that share the experts (1 in this version).
         zero_stage: 0 replicates, 1 shards optimizer state, 2 also gradients, 3 also parameters.
@@ -79,7 +83,7 @@ class HybridStrategy(CheckpointHooks):
         checkpoint: how checkpoints are written and checked.
         diagnosis: how long ranks wait for each other, and what they compare in debug mode.
         tensor: how the matrices of a block are shared: an own plan, sequence parallel, what is checked.
-        pipeline: options of pipeline parallelism (not in this version).
+        pipeline: how the block stack is cut, and the schedule of its stages.
         accelerator: as in Lightning; normally the Trainer's.
         parallel_devices: the devices of this node's ranks; normally the Trainer's.
         cluster_environment: who starts processes and how they meet; found by Lightning.
@@ -99,7 +103,7 @@ class HybridStrategy(CheckpointHooks):
         data_parallel_replicate_size: Size = "auto",
         data_parallel_shard_size: Size = "auto",
         tensor_parallel_size: Size = 1,
-        pipeline_parallel_size: int = 1,
+        pipeline_parallel_size: Size = 1,
         context_parallel_size: int = 1,
         expert_parallel_size: int = 1,
         zero_stage: Literal[0, 1, 2, 3] = 3,
@@ -138,8 +142,8 @@ class HybridStrategy(CheckpointHooks):
         self._norm_type = check_norm_type(gradient_clip_norm_type)
         refuse_checkpoint_io(checkpoint_io)
         refuse_idle_options(tensor, name="tensor", size=tensor_parallel_size)
-        refuse_options(pipeline=pipeline)
         self._tensor_options = tensor or TensorOptions()
+        self._pipeline_options = check_pipeline(config, pipeline)
         super().__init__(
             config,
             accelerator,
@@ -155,7 +159,9 @@ class HybridStrategy(CheckpointHooks):
         self._sample_batch = sample_batch
         self.recompute = check_recompute(recompute)
         self.compile = compile_options(compile)
-        refuse_levers_with_tensor_axis(tensor_parallel_size, recompute=recompute, compile=self.compile)
+        refuse_combinations(
+            tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, recompute=recompute, compile=self.compile
+        )
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
         self._runner: StepRunner | None = None
@@ -170,6 +176,7 @@ class HybridStrategy(CheckpointHooks):
         self._turns = Turns()
         self._is_dealt = False
         self._batch_is_checked = True
+        self._pipelining: Pipelining | None = None
 
     # ---- what was done ---------------------------------------------------------------------------------------------
 
@@ -193,7 +200,7 @@ class HybridStrategy(CheckpointHooks):
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
         self._precision_plugin = (
-            None if plugin is None else mesh_precision(plugin, lambda: self._meshes, self._norm_type)
+            None if plugin is None else mesh_precision(plugin, lambda: self._meshes, self._norm_type, self._uncounted)
         )
 
     @property
@@ -220,6 +227,8 @@ class HybridStrategy(CheckpointHooks):
         self.accelerator.setup(trainer)
         self._keep_inference_mode_out(trainer)
         module = self.lightning_module
+        if self._meshes is not None and self._meshes.pipeline_control is not None:
+            refuse_under_pipeline(module, self._meshes.sizes, self.config)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._train_loaders = lightning_api.TrainLoaders(trainer)
@@ -233,12 +242,14 @@ class HybridStrategy(CheckpointHooks):
             sample_batch=self._sample_batch,
             loaders=self._train_loaders if fitting else None,
             tensor=self._tensor_options,
+            pipeline=self._pipeline_options,
             recompute=self.recompute,
             compile=self.compile,
         )
         is_new = self._parallel_model is None or self._parallel_model.module is not module
         self._parallel_model = spread(module, request)
         self._runner = StepRunner(self._parallel_model, manual_optimization=not module.automatic_optimization)
+        self._pipelining = self._new_pipelining(module)
         self._reset_optimizers_and_schedulers()
         if fitting:
             self.setup_optimizers(trainer)
@@ -261,6 +272,20 @@ class HybridStrategy(CheckpointHooks):
         self._diagnosis.start(self._parallel_model)
         if self._print_plan and self.is_global_zero and (is_new or fitting):
             announce(self._parallel_model, self.optimizers)
+
+    def _new_pipelining(self, module: LightningModule) -> Pipelining | None:
+        assert self._parallel_model is not None and self._logs is not None
+        if self._parallel_model.pipeline is None:
+            return None
+        keeps_apart = self._on_nonfinite == "skip"
+        return Pipelining(module, self._parallel_model, self._pipeline_options, self._logs, keeps_apart=keeps_apart)
+
+    def _uncounted(self) -> frozenset[int]:
+        """Ids of the parameters whose gradients another pipeline stage counts."""
+        model = self._parallel_model
+        if model is None or not model.tied_across_stages:
+            return frozenset()
+        return frozenset(id(p) for n, p in model.module.named_parameters() if n in model.tied_across_stages)
 
     def _keep_inference_mode_out(self, trainer: Trainer) -> None:
         """Evaluates under no_grad: buffers that fully_shard makes under inference_mode could never train again."""
@@ -315,6 +340,8 @@ class HybridStrategy(CheckpointHooks):
             with self.precision_plugin.train_step_context():
                 return module.training_step(*args, **kwargs)
         assert self._logs is not None
+        if self._pipelining is not None:
+            return self._pipelined_step(self._pipelining, args, kwargs)
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if not self._batch_is_checked:
             check_same_batch(batch, self._meshes)
@@ -330,13 +357,35 @@ class HybridStrategy(CheckpointHooks):
         with self._diagnosis.inside("the agreement after forward", self._trainer(), index):
             return self._agree_on(output, noted)
 
+    def _pipelined_step(self, pipelining: Pipelining, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs a whole schedule, backward passes included; ``backward`` then finds the gradients ready."""
+        step = UserStep("training_step", args, kwargs, self.precision_plugin.train_step_context)
+        done = pipelining.forward_backward(step, self.root_device)
+        combined, others = pipelining.replay(done, self.root_device)
+        result = None if done.failures else done.output
+        output = self._agree_on(result, combined, failed=lambda: pipelining.raise_failures(done, step.entry))
+        pipelining.log_here(others, self.root_device)
+        pipelining.keep_gradients(window_ends=self._live_runner().window_ends, skip=self._guard.skips_backward)
+        return output
+
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         module, runner = self._module(), self._live_runner()
         if self._guard.skips_backward:
-            runner.skip_backward()
+            if self._pipelining is None:
+                runner.skip_backward()
+            else:
+                self._pipelining.give_back_gradients()
             return closure_loss.detach()
         self.pre_backward(closure_loss)
+        if self._pipelining is not None:
+            # The schedule has done it; hooks around a backward pass run as ever.
+            self.precision_plugin.pre_backward(closure_loss, module)
+            self._pipelining.give_back_gradients()
+            self._guard.saw_backward()
+            loss = self.precision_plugin.post_backward(closure_loss, module)
+            self.post_backward(loss)
+            return loss
         loss = runner.loss_to_backward(self.precision_plugin.pre_backward(closure_loss, module))
         with self._diagnosis.inside("backward", self._trainer()):
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
@@ -375,32 +424,41 @@ class HybridStrategy(CheckpointHooks):
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.val_step_context():
-            return self._evaluate(lambda: self._module().validation_step(*args, **kwargs))
+        return self._evaluate(UserStep("validation_step", args, kwargs, self.precision_plugin.val_step_context))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.test_step_context():
-            return self._evaluate(lambda: self._module().test_step(*args, **kwargs))
+        return self._evaluate(UserStep("test_step", args, kwargs, self.precision_plugin.test_step_context))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        with self.precision_plugin.predict_step_context():
-            return self._evaluate(lambda: self._module().predict_step(*args, **kwargs))
+        return self._evaluate(UserStep("predict_step", args, kwargs, self.precision_plugin.predict_step_context))
 
-    def _evaluate(self, step: Callable[[], Any]) -> Any:
-        runner = self._live_runner()
+    def _evaluate(self, step: UserStep) -> Any:
         with self._diagnosis.inside("evaluation", self._trainer()), torch.inference_mode(False), torch.no_grad():
-            output = runner.forward(step)
+            output = self._run_evaluation(step, silent=False)
             joins = self._turns.left_to_join()
             if joins and self._logs is not None:
                 with self._logs.silent(), kept_metrics(self._module()):
                     for _ in range(joins):
-                        runner.forward(step)
+                        self._run_evaluation(step, silent=True)
         return output
 
-    def _agree_on(self, output: Any, noted: list[Logged]) -> Any:
-        """Returns the step's output once all ranks know what all of them got, and logs what they logged."""
+    def _run_evaluation(self, step: UserStep, *, silent: bool) -> Any:
+        if self._pipelining is not None:
+            return self._pipelining.evaluate(step, self.root_device, silent=silent)
+        module = self._module()
+        with step.context():
+            return self._live_runner().forward(lambda: getattr(module, step.entry)(*step.args, **step.kwargs))
+
+    def _agree_on(self, output: Any, noted: list[Logged], failed: Callable[[], None] | None = None) -> Any:
+        """Returns the step's output once all ranks know what all of them got, and logs what they logged.
+
+        Args:
+            output: of the user's step.
+            noted: what it logged.
+            failed: raises on all ranks what failed on a stage of a pipeline; called by all if it did on any.
+        """
         assert self._meshes is not None and self._logs is not None
         automatic = self._module().automatic_optimization
         digest = names_digest(noted)
@@ -415,6 +473,8 @@ class HybridStrategy(CheckpointHooks):
         any_missing, any_nonfinite, any_terminated, highest, lowest = maxima(
             [missing, nonfinite, terminated, digest, -digest], self._meshes
         )
+        if any_missing and failed is not None:
+            failed()
         if any_terminated and self._termination is not None:
             self._termination.agree()
         self._logs.replay(noted, self._meshes, self.root_device, same_names=highest == -lowest)
@@ -470,6 +530,8 @@ class HybridStrategy(CheckpointHooks):
 
     def _sync_epoch_metrics(self) -> None:
         assert self._meshes is not None
+        if self._pipelining is not None:
+            self._pipelining.sync_metrics()
         sync_epoch_metrics(self._trainer(), self._meshes, self.root_device)
 
     # ---- the end -------------------------------------------------------------------------------------------------

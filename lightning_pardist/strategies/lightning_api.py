@@ -115,6 +115,29 @@ def set_step_value(metric: Metric, value: Tensor) -> None:
     metric._forward_cache = value  # type: ignore[assignment]  # annotated by its initial None
 
 
+def metric_state(metric: Metric) -> tuple[int, dict[str, Any]]:
+    """Returns how often a metric was updated, and its state."""
+    return metric._update_count, metric.metric_state
+
+
+def set_metric_state(metric: Metric, updates: int, state: dict[str, Any]) -> None:
+    """Makes a metric hold what another one, of the same kind, has counted."""
+    for name, value in state.items():
+        setattr(metric, name, value)
+    metric._update_count = updates
+    metric._computed = None
+
+
+def evaluation_source(trainer: Trainer) -> Any:
+    """Returns the loaders of the loop that is about to validate, test or predict, as the user builds them."""
+    loop = {TrainerFn.VALIDATING: trainer.validate_loop, TrainerFn.TESTING: trainer.test_loop}.get(
+        trainer.state.fn,  # type: ignore[arg-type]
+        trainer.predict_loop,
+    )
+    source = loop._data_source
+    return source.dataloader() if source.is_defined() else None
+
+
 def has_epoch_value(metric: ResultMetric) -> bool:
     """Returns True if a logged value has been computed since it last changed."""
     return metric._computed is not None

@@ -61,6 +61,11 @@ class LiveRun:
         """Returns the mesh; None on a world of one rank."""
         return None if self.model is None else self.model.meshes
 
+    def foreign_buffers(self) -> frozenset[str]:
+        """Returns the names of buffers that another stage of a pipeline keeps up to date."""
+        pipeline = None if self.model is None else self.model.pipeline
+        return frozenset() if pipeline is None else pipeline.foreign_buffers
+
     def is_first(self) -> bool:
         """Returns whether this is rank 0."""
         return self.meshes() is None or torch.distributed.get_rank() == 0

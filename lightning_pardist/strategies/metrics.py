@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, cast
@@ -32,6 +32,9 @@ from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.strategies import lightning_api
 
 Reduction = Literal["mean", "sum", "max", "min"]
+
+Sink = Callable[[str, Any, dict[str, Any]], None]
+"""Takes a call of ``self.log``: name, value, the other arguments."""
 
 _SIGNATURE = inspect.signature(LightningModule.log)
 _STEP_HOOKS = ("step", "_batch_start", "_batch_end", "backward", "zero_grad", "optimizer_step")
@@ -63,6 +66,7 @@ class StepLogs:
         self._noted: list[Logged] | None = None
         self._batch: Any = None
         self._is_silent = False
+        self._sink: Sink | None = None
         module.log = self._intercept  # type: ignore[method-assign]
 
     def uninstall(self) -> None:
@@ -86,6 +90,19 @@ class StepLogs:
             yield
         finally:
             self._is_silent = False
+
+    @contextmanager
+    def handing_over(self, sink: Sink) -> Iterator[None]:
+        """Gives the calls made inside the context to ``sink`` instead of logging them."""
+        self._sink = sink
+        try:
+            yield
+        finally:
+            self._sink = None
+
+    def log_here(self, name: str, value: Any, arguments: Mapping[str, Any]) -> None:
+        """Logs a value as Lightning does, on this rank alone."""
+        self._log(name, value, **arguments)
 
     def replay(self, calls: Sequence[Logged], meshes: Meshes, device: torch.device, *, same_names: bool) -> None:
         """Combines the values over the data ranks and logs them on every rank.
@@ -127,6 +144,9 @@ class StepLogs:
         name, value = bound.pop("name"), bound.pop("value")
         if isinstance(value, DTensor):
             value = value.full_tensor()
+        if self._sink is not None:
+            self._sink(name, value, bound)
+            return
         local_only = bound.get("rank_zero_only") or bound.get("sync_dist_group") is not None
         noted = None if self._noted is None or local_only else self._note(name, value, bound)
         if noted is None:
@@ -138,7 +158,7 @@ class StepLogs:
     def _note(self, name: str, value: Any, arguments: dict[str, Any]) -> Logged | None:
         metric = value if isinstance(value, Metric) else None
         number = lightning_api.step_value(metric) if metric is not None else value
-        reduction = _reduction(arguments.get("reduce_fx", "mean"))
+        reduction = reduction_word(arguments.get("reduce_fx", "mean"))
         if metric is not None and not isinstance(number, Tensor):
             return None
         if not isinstance(number, (Tensor, int, float)) or reduction is None:
@@ -258,12 +278,13 @@ def _combines(metric: lightning_api.ResultMetric) -> bool:
 
 
 def _state_reduction(metric: lightning_api.ResultMetric) -> Reduction:
-    reduction = "sum" if metric.meta.is_mean_reduction else _reduction(metric.meta.reduce_fx)
+    reduction = "sum" if metric.meta.is_mean_reduction else reduction_word(metric.meta.reduce_fx)
     assert reduction is not None, metric.meta.reduce_fx
     return reduction
 
 
-def _reduction(reduce_fx: Any) -> Reduction | None:
+def reduction_word(reduce_fx: Any) -> Reduction | None:
+    """Returns the word for what ``reduce_fx`` of ``self.log`` does; None for a function of the user's own."""
     name = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
     name = {"avg": "mean", "amax": "max", "amin": "min"}.get(name, name)
     return cast(Reduction, name) if name in ("mean", "sum", "max", "min") else None

@@ -97,11 +97,12 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ParallelModel) -> N
                     "self.named_parameters()), not in __init__ or setup",
                 )
             )
-        if isinstance(optimizer, LBFGS) and model.kind == "shard":
+        if isinstance(optimizer, LBFGS) and (model.kind == "shard" or model.pipeline is not None):
+            parts = "stages" if model.pipeline is not None else f"zero_stage={model.plan.data_parallel.zero_stage}"
             raise ValueError(
                 message(
-                    "LBFGS takes products over all parameters at once, which shards cannot give.",
-                    got=f"optimizer {index} is LBFGS, zero_stage={model.plan.data_parallel.zero_stage}",
+                    "LBFGS takes products over all parameters at once, which shards and stages cannot give.",
+                    got=f"optimizer {index} is LBFGS, {parts}",
                     source="configure_optimizers",
                     change="use strategy='pardist_ddp' (zero_stage=0), or another optimizer",
                 )

@@ -33,7 +33,7 @@ from lightning_pardist.run.shard_step import ShardStep
 from lightning_pardist.specs.parallel_plan import PrecisionPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Collection
 
     from lightning.pytorch import LightningModule
 
@@ -45,6 +45,7 @@ class _MeshPrecision(Precision):
 
     meshes: Callable[[], Meshes | None]
     norm_type: float
+    uncounted: Callable[[], Collection[int]]
 
     @override
     def optimizer_step(  # type: ignore[override]  # Lightning's own subclasses narrow it like this
@@ -75,7 +76,7 @@ class _MeshPrecision(Precision):
         if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
             clip_by_value(parameters, float(clip_val))
         else:
-            clip_by_norm(parameters, float(clip_val), self.norm_type, self.meshes())
+            clip_by_norm(parameters, float(clip_val), self.norm_type, self.meshes(), uncounted=self.uncounted())
 
 
 class _MeshFull(_MeshPrecision):
@@ -98,8 +99,19 @@ class _MeshHalf(_MeshPrecision, HalfPrecision):
         return module
 
 
-def mesh_precision(plugin: Precision, meshes: Callable[[], Meshes | None], norm_type: float) -> Precision:
+def mesh_precision(
+    plugin: Precision,
+    meshes: Callable[[], Meshes | None],
+    norm_type: float,
+    uncounted: Callable[[], Collection[int]] = frozenset,
+) -> Precision:
     """Returns the plugin of the same meaning whose clipping knows the mesh.
+
+    Args:
+        plugin: Lightning's.
+        meshes: the live mesh, once there is one.
+        norm_type: p of the norm that gradients are clipped by.
+        uncounted: ids of parameters that count in the norm on another rank.
 
     Raises:
         MisconfigurationException: for 16-mixed, and for plugins whose effect on shards is unknown.
@@ -107,6 +119,7 @@ def mesh_precision(plugin: Precision, meshes: Callable[[], Meshes | None], norm_
     ours = _replacement(plugin)
     ours.meshes = meshes
     ours.norm_type = norm_type
+    ours.uncounted = uncounted
     return ours
 
 

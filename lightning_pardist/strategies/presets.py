@@ -47,6 +47,10 @@ PRESETS: Mapping[str, Preset] = {
         "Matrices shared over the ranks of a node (tensor parallel), everything sharded over the nodes",
         {"tensor_parallel_size": "auto", "data_parallel_replicate_size": 1, "zero_stage": 3},
     ),
+    "pardist_pp": Preset(
+        "The block stack cut into pipeline stages: one per node if there are several, else one per device",
+        {"pipeline_parallel_size": "auto"},
+    ),
 }
 
 

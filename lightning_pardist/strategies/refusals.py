@@ -7,6 +7,8 @@ from typing import Literal, get_args
 from lightning.pytorch import LightningModule
 
 from lightning_pardist.base.errors import message
+from lightning_pardist.specs.config import AxisSizes, ParallelConfig
+from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.strategies import lightning_api
 
 OnNonFinite = Literal["propagate", "skip", "raise"]
@@ -46,3 +48,62 @@ def refuse_compiled(module: LightningModule) -> None:
             change="pass the plain module, and HybridStrategy(compile=True), which compiles each of its blocks",
         )
     )
+
+
+def check_pipeline(config: ParallelConfig, options: PipelineOptions | None) -> PipelineOptions:
+    """Returns the options of pipeline parallelism.
+
+    Raises:
+        ValueError: for options without a pipeline, or a combination that this version does not have.
+    """
+    if config.pipeline_parallel_size == 1:
+        if options is not None:
+            raise ValueError(
+                message(
+                    "Options of pipeline parallelism need stages to act on.",
+                    got="pipeline=PipelineOptions(...), pipeline_parallel_size=1",
+                    source="the strategy's arguments",
+                    change="set pipeline_parallel_size, or leave pipeline out",
+                )
+            )
+        return PipelineOptions()
+    if config.cpu_offload:
+        raise ValueError(
+            message(
+                "Stages keep their parameters whole through a step, so they cannot be kept in host memory.",
+                got=f"cpu_offload=True, pipeline_parallel_size={config.pipeline_parallel_size!r}",
+                source="the strategy's arguments",
+                change="set cpu_offload=False",
+            )
+        )
+    return options or PipelineOptions()
+
+
+def refuse_under_pipeline(module: LightningModule, sizes: AxisSizes, config: ParallelConfig) -> None:
+    """Refuses what cannot be run as a pipeline, before anything is set up.
+
+    Raises:
+        ValueError: names it.
+    """
+    if sizes.pipeline_parallel == 1:
+        return
+    others = {k: v for k, v in sizes.as_dict().items() if k in ("tensor_parallel", "context_parallel") and v > 1}
+    if others:
+        raise ValueError(
+            message(
+                "Pipeline parallelism goes together with the data axes only in this version.",
+                got=f"pipeline_parallel={sizes.pipeline_parallel}, {', '.join(f'{k}={v}' for k, v in others.items())}",
+                source="the strategy's arguments",
+                change="use one of the two",
+            )
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            message(
+                "A pipeline runs forward and backward passes in an order of its own, so it needs automatic "
+                "optimization.",
+                got=f"{type(module).__name__} with automatic_optimization=False",
+                source="the LightningModule",
+                change="return the loss from training_step, or use data or tensor parallelism",
+            )
+        )

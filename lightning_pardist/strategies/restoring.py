@@ -94,9 +94,10 @@ class Restorer:
         """Takes over what ``on_load_checkpoint`` of the user's module has put into ``state_dict``."""
         changed = {k: v for k, v in content.get("state_dict", {}).items() if v is not self._given.get(k)}
         live = self._run.live().state_dict(keep_vars=True)
+        elsewhere = frozenset() if self._run.model is None else self._run.model.absent
         with torch.no_grad():
             for name, value in changed.items():
-                if name in live:
+                if name in live and name not in elsewhere:
                     _copy_into(live[name], value)
         self._given = {}
 
@@ -194,7 +195,11 @@ class Restorer:
 
     def _load(self, path: str, what: Any) -> ckpt.LoadReport:
         assert self._run.model is not None
-        state = ckpt.TrainState(self._run.model.module, self._run.optimizers if what == "all" else ())
+        state = ckpt.TrainState(
+            self._run.model.module,
+            self._run.optimizers if what == "all" else (),
+            absent_parameters=self._run.model.absent,
+        )
         request = ckpt.LoadRequest(
             what=what,
             strict=self._run.live().strict_loading,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
 import torch
@@ -26,6 +26,7 @@ from lightning_pardist.parallel_model import ParallelModel, recall
 from lightning_pardist.plan import (
     PlanInput,
     format_plan,
+    largest_state,
     make_plan,
     make_tensor_plan,
     plan_recompute,
@@ -38,10 +39,12 @@ from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
+from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.specs.tensor_roles import RegionProbe, TensorPlan
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
+from lightning_pardist.strategies.pipeline_staging import Staging
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample, find_sample
 from lightning_pardist.strategies.tensor_probe import prove_plan
@@ -65,6 +68,7 @@ class SpreadRequest:
     tensor: TensorOptions
     recompute: RecomputeOptions | None = None
     compile: CompileOptions | None = None
+    pipeline: PipelineOptions = field(default_factory=PipelineOptions)
 
     @property
     def sizes(self) -> AxisSizes:
@@ -87,16 +91,19 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
         return earlier
     check_modules(module, request.meshes)
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
-    sample = find_sample(module, request.loaders, request.sample_batch)
+    stages = Staging(module, request.pipeline, request.meshes, request.device, request.precision)
+    sample = stages.sample_or_evaluated(find_sample(module, request.loaders, request.sample_batch))
     profile, recompute = _on_first_rank(lambda: _describe(module, sample, request), request.meshes)
     tensor = plan_tensor_axis(module, profile, sample, request) if request.sizes.tensor_parallel > 1 else None
+    stages.describe(profile, sample)
     if request.layer_sync and request.meshes is not None:
         # After describing: the fake run knows no process groups. Names and parameters stay the same.
         convert_batch_norms(module, request.meshes)
     sharded = request.sizes.data_parallel_shard > 1
+    table = module_table(module, profile.called_modules)
     plan = make_plan(
         PlanInput(
-            table=module_table(module, profile.called_modules),
+            table=table,
             profile=profile,
             config=request.config,
             sizes=request.sizes,
@@ -105,10 +112,12 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
             compile=request.compile,
             training=training,
             tensor=tensor,
-        )
+        ),
+        pipeline=stages.plan(table, profile),
     )
     model = apply_plan(module, plan, request.meshes, request.device)
     model.profile = profile
+    stages.remember()
     for child in module.modules():
         if isinstance(child, Metric):
             child.to(request.device)
@@ -123,8 +132,9 @@ def announce(model: ParallelModel, optimizers: list[Optimizer]) -> None:
         shard_size = plan.sizes.data_parallel_shard if model.kind == "shard" else 1
         plan = replace(
             plan,
-            state_per_rank=state_bytes(
+            state_per_rank=largest_state(
                 profile_on_tensor_axis(model.profile, plan.tensor),
+                plan.pipeline,
                 shard_size,
                 per_element,
                 whole=plan.data_parallel.ignored_parameters,

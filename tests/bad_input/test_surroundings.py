@@ -17,7 +17,7 @@ from tests.bad_input.common import check, errors_of, fit, four_parts, loader, tr
 from tests.support.modules import Regression
 from tests.support.pool import WorkerPool
 
-NAMES = ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp", "pardist_hybrid"]
+NAMES = ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp", "pardist_hybrid", "pardist_pp"]
 
 
 def cuda_mixed() -> MixedPrecision:

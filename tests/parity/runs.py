@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import lightning as L
@@ -136,8 +136,17 @@ def train_all(cases: Sequence[tuple[str, str, dict[str, Any]]], nodes: int = 1) 
     return [train(*case, nodes=nodes) for case in cases]
 
 
-def differences(got: Record, want: Record, tolerance: float = TOLERANCE) -> list[str]:
-    """Returns, in words, everything in which two runs differ by more than ``tolerance``."""
+def differences(got: Record, want: Record, tolerance: float = TOLERANCE, *, partial: bool = False) -> list[str]:
+    """Returns, in words, everything in which two runs differ by more than ``tolerance``.
+
+    Args:
+        got: the run in question.
+        want: the one in one process.
+        tolerance: relative to the largest number of a tensor.
+        partial: ``got`` holds a part of the module, as a pipeline stage does: what it holds is compared.
+    """
+    if partial:
+        got, want = _held(got, want)
     found = []
     if len(got.metrics) != len(want.metrics):
         found.append(f"{len(got.metrics)} notes of metrics, not {len(want.metrics)}")
@@ -166,6 +175,22 @@ def differences(got: Record, want: Record, tolerance: float = TOLERANCE) -> list
     if want.moved < 1e-3:
         found.append(f"nothing was trained: the largest change is {want.moved}")
     return found
+
+
+def _held(got: Record, want: Record) -> tuple[Record, Record]:
+    """Returns both runs with the tensors that the first one holds: those of other stages are NaN."""
+    held = {name for name, value in got.weights.items() if not (value.is_floating_point() and value.isnan().all())}
+
+    def part(record: Record) -> Record:
+        return replace(
+            record,
+            gradients=[{n: g for n, g in step.items() if n in held} for step in record.gradients],
+            clipped=[{n: g for n, g in step.items() if n in held} for step in record.clipped],
+            weights={n: w for n, w in record.weights.items() if n in held},
+        )
+
+    assert held, "a stage without any weight"
+    return part(got), part(want)
 
 
 def _norm(tensors: dict[str, Tensor]) -> float:

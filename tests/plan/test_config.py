@@ -48,6 +48,7 @@ def test_auto_sizes(config: dict[str, Any], world_size: int, nodes: int, expecte
         ("pardist_zero2", (1, 8), (1, 16)),
         ("pardist_fsdp", (1, 8), (1, 16)),
         ("pardist_hybrid", (1, 8), (2, 8)),
+        ("pardist_pp", (1, 1), (1, 8)),
     ],
 )
 def test_presets(name: str, one_node: tuple[int, int], two_nodes: tuple[int, int]) -> None:
@@ -107,3 +108,15 @@ def test_a_config_is_a_value() -> None:
     assert hash(config) == hash(ParallelConfig(fsdp_units=("Block",)))
     with pytest.raises(AttributeError):
         config.zero_stage = 1  # type: ignore[misc]
+
+
+def test_stages_by_node_or_by_device() -> None:
+    config = ParallelConfig(pipeline_parallel_size="auto")
+    assert config.resolve(world_size=8) == AxisSizes(pipeline_parallel=8)
+    assert config.resolve(world_size=16, num_nodes=2) == AxisSizes(pipeline_parallel=2, data_parallel_shard=8)
+    fixed = ParallelConfig(pipeline_parallel_size=2)
+    assert fixed.resolve(world_size=16, num_nodes=4) == AxisSizes(
+        pipeline_parallel=2, data_parallel_replicate=2, data_parallel_shard=4
+    )
+    with pytest.raises(ValueError, match=r"pipeline_parallel 3"):
+        ParallelConfig(pipeline_parallel_size=3).resolve(world_size=8)

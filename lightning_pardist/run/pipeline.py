@@ -1,0 +1,282 @@
+"""Runs whole steps of a module that was cut into stages, by torch's schedules."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+from lightning_pardist import torch_pipelining_api as api
+from lightning_pardist.mesh import stage_groups
+from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
+from lightning_pardist.run.reduce import average_gradients, average_scalars
+from lightning_pardist.run.shared_gradients import SharedGradients
+from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRun, value_shapes
+from lightning_pardist.run.step import model_device
+from lightning_pardist.run.unused import UsedInStep
+from lightning_pardist.specs.pipeline_options import SINGLE_STAGE, V_SHAPED
+from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan, StagePlan
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One action in time, as measured."""
+
+    rank: int
+    stage: int
+    kind: str
+    micro: int
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class StepRequest:
+    """A step to run."""
+
+    micros: Sequence[MicroBatch]
+    flow: Dataflow
+    """How values flow in this step."""
+    training: bool
+    around: Callable[[int, bool], Any]
+
+
+class PipelineRunner:
+    """Runs steps on one rank; every rank of the pipeline calls each method."""
+
+    def __init__(self, model: ParallelModel, custom: Orders | None) -> None:
+        assert model.pipeline is not None and model.meshes is not None
+        self._model = model
+        self._plan = model.pipeline.plan
+        self._custom = custom
+        self._device = model_device(model)
+        group = model.meshes.pipeline_group
+        own = self._plan.stages_of(model.pipeline.rank)
+        self._programs = [StageProgram(model.pipeline, stage, model.module) for stage in own]
+        self._stages = [
+            api.UserStage(program, program.stage.index, len(self._plan.stages), self._device, group)
+            for program in self._programs
+        ]
+        self._to_rank = {stage.index: stage.rank for stage in self._plan.stages}
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = self._to_rank
+        api.meet_neighbours(self._stages)
+        self._schedules: dict[tuple[int, bool], Any] = {}
+        sets = list(dict.fromkeys(ranks for _, ranks in self._plan.shared_parameters))
+        self._shared = SharedGradients(model, stage_groups(model.meshes, sets))
+        self.moments: list[Moment] | None = None
+        """Set to a list to have the actions of the next steps measured."""
+
+    @property
+    def plan(self) -> PipelinePlan:
+        """The pipeline's plan."""
+        return self._plan
+
+    @property
+    def _root(self) -> FSDPModule | None:
+        return cast(FSDPModule, self._model.module) if self._model.kind == "shard" else None
+
+    def run(self, request: StepRequest) -> StepRun:
+        """Runs all micro-batches, forward and (in training) backward; gradients add up on the parameters."""
+        run = StepRun(
+            micros=request.micros,
+            receives={s.index: request.flow.crossing(s.first) if s.index else () for s in self._plan.stages},
+            sends={
+                s.index: () if s.stop == len(self._plan.blocks) else request.flow.crossing(s.stop)
+                for s in self._plan.stages
+            },
+            training=request.training,
+            around=request.around,
+            root_call=self._root_call(),
+            device=self._device,
+        )
+        schedule, splits_backward = self._schedule(len(request.micros), training=request.training)
+        for program, stage in zip(self._programs, self._stages, strict=True):
+            program.run = run
+            index = program.stage.index
+            traffic = [
+                api.Traffic(
+                    value_shapes(micro, run.receives[index], always_gradients=splits_backward),
+                    value_shapes(micro, run.sends[index], always_gradients=splits_backward),
+                )
+                for micro in request.micros
+            ]
+            stage.watch = self._watch(run)
+            stage.backward_is_whole = not splits_well(request.flow, program.stage)
+            stage.prepare(traffic, has_backward=request.training)
+        for held in self._model.scalars:
+            held.show_local()
+        if self._root is not None:
+            api.begin_whole_gradients(self._root)
+        draws = request.training and self._plan.draws_random
+        devices = [self._device] if self._device.type == "cuda" else []
+        try:
+            with torch.random.fork_rng(devices=devices) if draws else nullcontext():
+                kwargs = [{"micro": micro} for micro in range(len(request.micros))]
+                api.run_schedule(schedule, kwargs, has_backward=request.training)
+        finally:
+            for program in self._programs:
+                program.run = None
+            for held in self._model.scalars:
+                held.show_stored()
+        return run
+
+    def finish_gradients(self, *, reduce_shards: bool, window_ends: bool) -> None:
+        """Makes gradients of the micro-batches' sums: over data ranks, and over stages that hold the same weight.
+
+        Args:
+            reduce_shards: reduce what a sharded module has summed up whole; every data rank must say the same.
+            window_ends: this was the last step before the optimizer's.
+        """
+        model = self._model
+        if self._root is not None and reduce_shards:
+            used = UsedInStep(model) if model.plan.data_parallel.find_unused_parameters else None
+            api.reduce_whole_gradients(self._root)
+            if used is not None:
+                used.drop_unused()
+        if not window_ends:
+            return
+        if model.kind == "replicate":
+            average_gradients(model, agree=False)
+        if model.kind == "shard":
+            average_scalars(model)
+        self._shared.add_up()
+
+    def drop_gradients(self) -> None:
+        """Forgets what a sharded module has summed up whole and not reduced."""
+        if self._root is not None:
+            api.drop_whole_gradients(self._model.module)
+
+    def _root_call(self) -> Callable[[Callable[[], Any]], Any]:
+        if self._root is None:
+            return lambda fn: fn()
+        return cast(Callable[[Callable[[], Any]], Any], getattr(self._model.module, ROOT_CALL))
+
+    def _watch(self, run: StepRun) -> Callable[[str, int, int, Callable[[], Any]], Any]:
+        rank = self._programs[0].stage.rank
+
+        def watch(kind: str, stage: int, micro: int, action: Callable[[], Any]) -> Any:
+            start = self._now()
+            try:
+                return action()
+            except Exception as error:
+                if kind == "F":
+                    raise
+                cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+                run.fail(stage, micro, "backward", cause)
+                raise api.BackwardFailed from error
+            finally:
+                if self.moments is not None:
+                    self.moments.append(Moment(rank, stage, kind, micro, start, self._now()))
+
+        return watch
+
+    def _now(self) -> float:
+        if self.moments is None:
+            return 0.0
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.time()
+
+    # ---- schedules
+
+    def _schedule(self, microbatches: int, *, training: bool) -> tuple[Any, bool]:
+        """Returns the schedule, and whether it runs backward passes in two halves."""
+        key = (microbatches, training)
+        if key not in self._schedules:
+            if training:
+                self._schedules[key] = self._training_schedule(microbatches)
+            else:
+                # torch takes no schedule without backward passes; stages leave them out.
+                orders = self._plain_orders(microbatches)
+                self._schedules[key] = api.build_custom_schedule(orders, self._stages, microbatches), False
+        for stage in self._stages:
+            stage.stage_index_to_group_rank = self._to_rank
+        return self._schedules[key]
+
+    def _training_schedule(self, microbatches: int) -> tuple[Any, bool]:
+        if self._custom is not None:
+            found = {micro for actions in self._custom.values() for _, _, micro in actions}
+            if len(found) == microbatches:
+                halves = any(kind in "IW" for actions in self._custom.values() for _, kind, _ in actions)
+                return api.build_custom_schedule(self._custom, self._stages, microbatches), halves
+            return api.build_custom_schedule(self._plain_orders(microbatches), self._stages, microbatches), False
+        name = usable_schedule(self._plan, microbatches)
+        if name is None:
+            return api.build_custom_schedule(self._plain_orders(microbatches), self._stages, microbatches), False
+        halves = name in (*V_SHAPED, "interleaved_zero_bubble")
+        return api.build_schedule(name, self._stages, microbatches), halves
+
+    def _plain_orders(self, microbatches: int) -> Orders:
+        """All forwards, then all backwards: runs any number of micro-batches on any placement of stages."""
+        orders: dict[int, tuple[Action, ...]] = {}
+        for rank in range(self._plan.ranks):
+            own = self._plan.stages_of(rank)
+            forward = ((s.index, "F", m) for s in own for m in range(microbatches))
+            backward = ((s.index, "B", m) for s in reversed(own) for m in range(microbatches))
+            orders[rank] = (*forward, *backward)
+        return orders
+
+
+def usable_schedule(plan: PipelinePlan, microbatches: int) -> str | None:
+    """Returns the plan's schedule if it can run so many micro-batches, else one that can; None for the plain order."""
+    per_rank = len(plan.stages) // plan.ranks
+    try:
+        api.orders_of(plan.schedule, plan.ranks, per_rank, microbatches)
+    except ValueError:
+        if plan.schedule in SINGLE_STAGE:
+            return "gpipe"
+        return None
+    return plan.schedule
+
+
+def splits_well(flow: Dataflow, stage: StagePlan) -> bool:
+    """Returns True if a stage's backward pass can be done for inputs first and for weights later.
+
+    torch splits it along one path from one input to one output. Where several tensors cross a cut, or code that has
+    weights runs before the stage's first block once more, graphs of weights overlap, and torch would walk them twice.
+    """
+    received, sent = flow.crossing(stage.first) if stage.first else (), flow.crossing(stage.stop)
+    repeats = stage.first > 0 and any(
+        flow.needs[target].parameters for target in range(stage.first, min(stage.stop, len(flow.blocks)))
+    )
+    return len(received) <= 1 and len(sent) <= 1 and not repeats
+
+
+def pipeline_broadcast(value: Any, model: ParallelModel) -> Any:
+    """Returns the value of the rank with the loss on all stages of its pipeline; a picklable one."""
+    assert model.pipeline is not None and model.meshes is not None
+    box = [value]
+    dist.broadcast_object_list(box, group=model.meshes.pipeline_control, group_src=model.pipeline.plan.loss_rank)
+    return box[0]
+
+
+def pipeline_gather(value: Any, model: ParallelModel) -> list[Any]:
+    """Returns every stage rank's value, by rank of the pipeline."""
+    assert model.meshes is not None
+    group = model.meshes.pipeline_control
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def entry_problem(plan: PipelinePlan, flow: Dataflow) -> str | None:
+    """Returns, in words, what another step than the planned one needs and its stages lack; None if all is there."""
+    for stage in plan.stages:
+        lacking = sorted(set(flow.needed_by(stage.first, stage.stop)) - plan.held_by(stage.rank))
+        if lacking:
+            return f"stage {stage.index} needs {', '.join(lacking[:4])}, which its training step does not use there"
+        hidden: Mapping[int, tuple[int, ...]] = {
+            target: flow.needs[target].insides for target in range(stage.first, len(flow.blocks) + 1)
+        }
+        for target, blocks in hidden.items():
+            if any(block < stage.first for block in blocks):
+                reader = flow.blocks[target] if target < len(flow.blocks) else "the code after the last block"
+                return f"{reader} reads what an earlier stage's block keeps to itself"
+    return None

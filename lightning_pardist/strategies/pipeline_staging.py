@@ -1,0 +1,119 @@
+"""The way from a module to its pipeline plan: described by rank 0, planned by all, remembered for later steps."""
+
+from __future__ import annotations
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import Precision
+from torchmetrics import Metric
+
+from lightning_pardist.describe import sample_from_loader
+from lightning_pardist.describe.blame import blame
+from lightning_pardist.describe.skeleton import Skeleton, Step
+from lightning_pardist.mesh import Meshes
+from lightning_pardist.plan.pipeline import PipelineInput, plan_pipeline, refusal
+from lightning_pardist.run.agree import gather_objects
+from lightning_pardist.specs.model_profile import ModelProfile
+from lightning_pardist.specs.module_table import ModuleTable
+from lightning_pardist.specs.pipeline_options import PipelineOptions
+from lightning_pardist.specs.pipeline_plan import Dataflow, PipelinePlan
+from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies.pipeline_forecast import Forecast, new_skeleton, remember_forecast
+from lightning_pardist.strategies.precision import precision_plan
+from lightning_pardist.strategies.sample import Sample
+from lightning_pardist.strategies.schedules import schedule_table
+
+
+class Staging:
+    """Makes the pipeline plan of one module; without stages every method does nothing."""
+
+    def __init__(
+        self,
+        module: LightningModule,
+        options: PipelineOptions,
+        meshes: Meshes | None,
+        device: torch.device,
+        precision: Precision,
+    ) -> None:
+        self._module = module
+        self._options = options
+        self._meshes = meshes if meshes is not None and meshes.pipeline_control is not None else None
+        self._device = device
+        self._precision = precision
+        self._skeleton: Skeleton | None = None
+        self._flow: Dataflow | None = None
+
+    def sample_or_evaluated(self, sample: Sample | None) -> Sample | None:
+        """Returns the sample, or a batch of the loop that is about to run: stages need one before they are made."""
+        if self._meshes is None or (sample is not None and sample.entry == "training_step"):
+            return sample
+        trainer = self._module.trainer
+        if trainer.training:
+            return sample
+        loaders = lightning_api.evaluation_source(trainer)
+        first = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
+        batch = None if first is None else sample_from_loader(first)
+        return None if batch is None else Sample(batch, "training_step")
+
+    def describe(self, profile: ModelProfile, sample: Sample | None) -> None:
+        """Finds out how values flow between blocks; every rank calls it, before the module is changed.
+
+        Raises:
+            ValueError: on all ranks, if the step cannot be run on fake tensors.
+        """
+        if self._meshes is None:
+            return
+        if sample is None or profile.source != "fake_run":
+            raise refusal(
+                "A module is cut into stages by what one step on fake tensors shows, which must run to its end.",
+                got=profile.fallback_reason or "there is no sample batch",
+                source=f"{type(self._module).__name__}.training_step",
+                change="mend the line that is named, or pass sample_batch=... to the strategy",
+            )
+        with lightning_api.transfer_hooks_of_data_module(self._module):  # the copy keeps them
+            sharded = self._meshes.sizes.data_parallel_shard > 1
+            self._skeleton = new_skeleton(self._module, self._device, precision_plan(self._precision, sharded=sharded))
+        blocks = [block.name for block in profile.blocks()]
+        found: Dataflow | str = ""
+        if torch.distributed.get_rank() == 0:
+            batch = self._precision.convert_input(sample.batch)
+            step = Step("training_step", batch, (0,), is_transferred=False)
+            try:
+                found, _ = self._skeleton.dataflow(blocks, step)
+            except Exception as error:  # every rank must hear of it
+                found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]} at {blame(error)}"
+        flow = gather_objects(found, self._meshes)[0]
+        if isinstance(flow, str):
+            raise refusal(
+                "A module is cut into stages by what one step on fake tensors shows, which must run to its end.",
+                got=flow,
+                source=f"{type(self._module).__name__}.training_step",
+                change="mend the line that is named",
+            )
+        self._flow = flow
+
+    def plan(self, table: ModuleTable, profile: ModelProfile) -> PipelinePlan | None:
+        """Returns the pipeline's plan, None without stages."""
+        if self._meshes is None:
+            return None
+        assert self._flow is not None
+        return plan_pipeline(
+            PipelineInput(
+                table=table,
+                profile=profile,
+                dataflow=self._flow,
+                options=self._options,
+                ranks=self._meshes.sizes.pipeline_parallel,
+                schedules=schedule_table(self._options),
+            )
+        )
+
+    def remember(self) -> None:
+        """Keeps what later steps are foretold from; metrics count over data ranks, not over stages."""
+        if self._meshes is None:
+            return
+        assert self._skeleton is not None and self._flow is not None
+        remember_forecast(self._module, Forecast(self._skeleton, self._flow))
+        for child in self._module.modules():
+            if isinstance(child, Metric):
+                child.process_group = self._meshes.data_parallel_group

@@ -1,0 +1,371 @@
+"""Every private name of torch.distributed.pipelining that this package relies on, with the reason (torch 2.11 to 2.13).
+
+What is torch's: the schedules, their lowering to sends and receives, and the two halves of a backward pass. What is
+ours: tensors' shapes are told to a stage for every micro-batch (torch takes all to be alike, and finds them out by
+running the stage on garbage), and what a stage sends is made contiguous.
+"""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.pipelining import (
+    PipelineStage,
+    Schedule1F1B,
+    ScheduleDualPipeV,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleLoopedBFS,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import (
+    PipelineScheduleMulti,
+    _Action,
+    _batch_p2p,
+    _PipelineScheduleRuntime,
+    _wait_batch_p2p,
+)
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from lightning_pardist import torch_dist_api
+from lightning_pardist.specs.pipeline_plan import Action, Orders
+
+_CLASSES: dict[str, Any] = {
+    "gpipe": ScheduleGPipe,
+    "1f1b": Schedule1F1B,
+    "interleaved_1f1b": ScheduleInterleaved1F1B,
+    "looped_bfs": ScheduleLoopedBFS,
+    "interleaved_zero_bubble": ScheduleInterleavedZeroBubble,
+    "zbv_zero_bubble": ScheduleZBVZeroBubble,
+    "dualpipev": ScheduleDualPipeV,
+}
+_SINGLE = ("gpipe", "1f1b")
+_V_SHAPED = ("zbv_zero_bubble", "dualpipev")
+
+
+@dataclass(frozen=True)
+class TensorShape:
+    """What a stage must know of a tensor before it arrives."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """The tensors that enter and leave a stage for one micro-batch."""
+
+    receives: tuple[TensorShape, ...]
+    sends: tuple[TensorShape, ...]
+
+
+# ---- orders of actions, without any process group
+
+
+class _OnPaper:
+    """What a schedule's constructor asks of a stage."""
+
+    def __init__(self, index: int, rank: int, ranks: int, stages: int) -> None:
+        self.stage_index, self.group_rank, self.group_size, self.num_stages = index, rank, ranks, stages
+        self.is_first, self.is_last = index == 0, index == stages - 1
+        self.submod = nn.Module()
+        self.stage_index_to_group_rank: dict[int, int] = {}
+
+
+def rank_of_stage(schedule: str, stage: int, ranks: int) -> int:
+    """Returns the place along the pipeline axis of a stage: round and round, or down and up for the V-shaped ones."""
+    turn, place = divmod(stage, ranks)
+    return ranks - 1 - place if schedule in _V_SHAPED and turn % 2 else place
+
+
+def orders_of(schedule: str, ranks: int, stages_per_rank: int, microbatches: int) -> Orders:
+    """Returns what every rank computes, in order.
+
+    Raises:
+        ValueError: if the schedule cannot run this number of micro-batches; the text is torch's.
+    """
+    if schedule == "1f1b":
+        if microbatches < ranks:
+            raise ValueError(f"1F1B needs at least as many micro-batches as stages, {microbatches} < {ranks}")
+        # torch's own table numbers the last stage's forwards from 1 (2.13); this is what its 1F1B runs.
+        return {rank: _one_forward_one_backward(rank, ranks, microbatches) for rank in range(ranks)}
+    if schedule == "gpipe":
+        kinds = ((kind, m) for kind in "FB" for m in range(microbatches))
+        listed = tuple(kinds)
+        return {rank: tuple((rank, kind, m) for kind, m in listed) for rank in range(ranks)}
+    stages = [_OnPaper(0, 0, ranks, ranks * stages_per_rank) for _ in range(stages_per_rank)]
+    made = _CLASSES[schedule](stages, microbatches)
+    return {rank: tuple(_plain(actions)) for rank, actions in made.pipeline_order.items()}
+
+
+def orders_from_file(path: str) -> Orders:
+    """Returns a custom schedule: one row per rank, one action per cell, as torch writes and reads it.
+
+    Raises:
+        OSError: if the file cannot be read.
+        ValueError: if a cell is no action.
+    """
+    with open(path, newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    try:
+        actions = {rank: [_Action.from_str(cell) for cell in row] for rank, row in enumerate(rows)}
+    except RuntimeError as error:
+        raise ValueError(str(error)) from error
+    return {rank: tuple(_plain(row)) for rank, row in actions.items()}
+
+
+def _one_forward_one_backward(rank: int, ranks: int, microbatches: int) -> tuple[Action, ...]:
+    warmup = min(microbatches, ranks - rank)
+    found: list[Action] = [(rank, "F", m) for m in range(warmup)]
+    for m in range(microbatches):
+        found.append((rank, "B", m))
+        if warmup + m < microbatches:
+            found.append((rank, "F", warmup + m))
+    return tuple(found)
+
+
+def _plain(actions: Sequence[Any]) -> list[Action]:
+    found: list[Action] = []
+    for action in actions:
+        if action is None:
+            continue
+        for part in action.sub_actions or (action,):
+            kind = str(part.computation_type.value)
+            if kind in ("F", "B", "I", "W"):
+                overlaps = kind == "F" and action.sub_actions is not None
+                found.append((int(part.stage_index), "O" if overlaps else kind, int(part.microbatch_index)))
+    return found
+
+
+# ---- stages and schedules
+
+
+class UserStage(PipelineStage):
+    """A stage whose tensors may have another shape in every micro-batch.
+
+    ``PipelineStage`` has one set of shapes. What it reads of them, per micro-batch: the buffers of ``args_recv_info``
+    and ``grad_recv_info``, and the gradients' shapes where it sends zeros.
+    """
+
+    def __init__(
+        self, program: nn.Module, index: int, num_stages: int, device: torch.device, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(program, index, num_stages, device, group=group)
+        self.backward_is_whole = False
+        """Leave the backward passes of inputs and weights together, where a schedule would have them apart."""
+        self.watch: Callable[[str, int, int, Callable[[], Any]], Any] = lambda kind, stage, micro, run: run()
+        """Runs every action; sees its kind, stage and micro-batch."""
+        self._traffic: list[Traffic] = []
+
+    def prepare(self, traffic: Sequence[Traffic], *, has_backward: bool) -> None:
+        """Makes ready for one run of a schedule. Buffers stay as they are if the shapes do."""
+        if self._traffic != list(traffic) or self.has_backward != has_backward:
+            self._traffic = list(traffic)
+            self.has_backward = has_backward
+            self.chunks = len(traffic)
+            self._make_buffers()
+        self.dw_builder = (lambda: lambda: None) if self.backward_is_whole else None
+        self._stage_meta.inputs = tuple(_meta(t) for t in traffic[0].receives)
+        self._stage_meta.outputs = tuple(_meta(t) for t in traffic[0].sends)
+        self.backward_state.clear()
+        self.dw_runner.clear()
+        self.bwd_cache.clear()
+        self.clear_runtime_states()
+
+    def _make_buffers(self) -> None:
+        before, after = self.stage_index - 1, self.stage_index + 1
+        self.args_recv_info, self.grad_recv_info = {}, {}
+        self.grad_send_info = None
+        for micro, tensors in enumerate(self._traffic):
+            self.args_recv_info[micro] = tuple(
+                self._info(f"stage {self.stage_index} from {before}", before, shape) for shape in tensors.receives
+            )
+            self.grad_recv_info[micro] = tuple(
+                self._info(f"gradient of stage {self.stage_index} from {after}", after, shape, is_gradient=True)
+                for shape in tensors.sends
+            )
+        # The last stage's only output is the loss, which stays here.
+        count = 1 if self.is_last else len(self._traffic[0].sends)
+        self.act_send_info = {i: [] if self.is_last else [after] for i in range(count)}
+
+    def _info(self, name: str, source: int, shape: TensorShape, *, is_gradient: bool = False) -> _RecvInfo:
+        if is_gradient and not shape.requires_grad:
+            return _RecvInfo(name, source, None, None)
+        buffer = torch.empty(shape.shape, dtype=shape.dtype, device=self.device)
+        return _RecvInfo(name, source, buffer, _meta(shape))
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        run = super().forward_one_chunk
+        return self.watch("F", self.stage_index, fwd_chunk_id, lambda: run(fwd_chunk_id, *args, **kwargs))
+
+    def backward_one_chunk(
+        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
+    ) -> None:
+        if not self.has_backward:
+            return
+        run = super().backward_one_chunk
+        count = len(self._traffic[bwd_chunk_id].receives)
+        try:
+            kind = "B" if full_backward else "I"
+            self.watch(
+                kind, self.stage_index, bwd_chunk_id, lambda: run(bwd_chunk_id, loss, full_backward, last_backward)
+            )
+        except BackwardFailed:
+            # The run goes on with zeros, so that no other rank waits; the error is raised on all ranks at its end.
+            self.bwd_cache[bwd_chunk_id] = (None,) * count
+            self.dw_runner.pop(bwd_chunk_id, None)
+        found = self.bwd_cache.get(bwd_chunk_id)
+        if found is not None:
+            self.bwd_cache[bwd_chunk_id] = tuple(None if g is None else g.contiguous() for g in found)
+
+    def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
+        if not self.has_backward or bwd_chunk_id not in self.dw_runner:
+            return
+        run = super().backward_weight_one_chunk
+        try:
+            self.watch("W", self.stage_index, bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward))
+        except BackwardFailed:
+            self.dw_runner.pop(bwd_chunk_id, None)
+
+    def get_local_bwd_output(self, mb_index: int) -> Any:
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: Any, mb_index: int) -> None:
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        receives = self._traffic[bwd_chunk_id].receives
+        self._stage_meta.input_grads = tuple(_meta(t) if t.requires_grad else None for t in receives)
+        return super().get_bwd_send_ops(bwd_chunk_id)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: gradients are reduced when the step has ended on all ranks, and only if it is to count."""
+
+
+class BackwardFailed(Exception):
+    """Raised by a stage's ``watch`` in place of an error in a backward pass that it has noted."""
+
+
+def _meta(shape: TensorShape) -> Any:
+    from torch.distributed.pipelining._utils import extract_tensor_meta
+
+    empty = torch.empty(shape.shape, dtype=shape.dtype, device="meta")
+    return extract_tensor_meta(empty.requires_grad_(shape.requires_grad))
+
+
+def meet_neighbours(stages: Sequence[UserStage]) -> None:
+    """Sends a number from stage to stage: some backends connect a pair of ranks when it first talks."""
+    ops = [op for stage in stages for op in stage._get_init_p2p_neighbors_ops()]
+    _wait_batch_p2p(_batch_p2p([op for op in ops if op.group_peer != stages[0].group_rank]))
+
+
+def build_schedule(name: str, stages: list[UserStage], microbatches: int) -> Any:
+    """Returns a torch schedule whose loss is the last stage's output and whose gradients are not scaled."""
+    arguments = {"loss_fn": lambda output, target: output, "scale_grads": False}
+    if name in _SINGLE:
+        return _CLASSES[name](stages[0], microbatches, **arguments)
+    return _CLASSES[name](stages, microbatches, **arguments)
+
+
+def build_custom_schedule(orders: Orders, stages: list[UserStage], microbatches: int) -> Any:
+    """Returns a torch schedule that runs the given actions."""
+    schedule = _PipelineScheduleRuntime(stages, microbatches, loss_fn=lambda output, _: output, scale_grads=False)
+    stage_to_rank = {stage: rank for rank, actions in orders.items() for stage, _, _ in actions}
+    for stage in stages:
+        stage.stage_index_to_group_rank = stage_to_rank
+    table = {
+        rank: [_Action.from_str(f"{stage}{kind}{micro}") for stage, kind, micro in actions]
+        for rank, actions in orders.items()
+    }
+    schedule.pipeline_order = cast(Any, table)
+    schedule._prepare_schedule_with_comms(cast(Any, table))
+    return schedule
+
+
+def run_schedule(schedule: Any, kwargs: list[dict[str, Any]], *, has_backward: bool) -> None:
+    """Runs all micro-batches. Stages must be prepared: torch's own preparation, which runs the stages, is left out.
+
+    Args:
+        schedule: of ``build_schedule`` or ``build_custom_schedule``.
+        kwargs: keyword arguments of the stages' programs, by micro-batch.
+        has_backward: False for evaluation.
+    """
+    for name in ("_stage_forward_initialized", "_stages_forward_initialized"):
+        if hasattr(schedule, name):
+            setattr(schedule, name, True)
+            setattr(schedule, name.replace("forward", "backward"), has_backward)
+    schedule._has_backward = has_backward
+    schedule._internal_losses.clear()
+    if isinstance(schedule, PipelineScheduleMulti):
+        runtime = cast(Any, schedule)
+        runtime.fwd_recv_ops.clear()
+        runtime.bwd_recv_ops.clear()
+        for stage in schedule._stages:
+            stage.stage_index_to_group_rank = schedule.stage_index_to_group_rank
+    count = len(kwargs)
+    target: list[Any] = [None] * count
+    schedule._step_microbatches([()] * count, kwargs, target, None, return_outputs=False)
+
+
+# ---- gradients of sharded stages
+
+
+def begin_whole_gradients(root: FSDPModule) -> None:
+    """Keeps parameters and gradients whole through all micro-batches of a step."""
+    root.set_is_last_backward(False)
+    root.set_reshard_after_forward(False)
+    root.set_reshard_after_backward(False)
+    root.set_requires_gradient_sync(False)
+
+
+def reduce_whole_gradients(root: FSDPModule) -> None:
+    """Reduces what the micro-batches have summed up and frees the whole parameters.
+
+    The same as torch's ``PipelineStage.perform_reduce_grad``: backward passes of a schedule run by ``autograd.grad``
+    as well, which calls none of fully_shard's hooks.
+    """
+    root.set_is_last_backward(True)
+    root.set_reshard_after_backward(True)
+    root.set_requires_gradient_sync(True)
+    state = fully_shard.state(root)  # type: ignore[attr-defined]
+    for each in state._state_ctx.all_states:
+        for group in each._fsdp_param_groups:
+            group.post_backward()
+    state._root_post_backward_final_callback()
+
+
+def drop_whole_gradients(root: nn.Module) -> None:
+    """Forgets what the micro-batches have summed up."""
+    for record in torch_dist_api.fsdp_parameters(root):
+        torch_dist_api.drop_whole_gradient(record)
+
+
+class Apart(torch.autograd.Function):
+    """The same memory as the result of an operation of its own.
+
+    For received tensors, which are leaves: blocks may change theirs in place. For tensors to be sent: torch detaches
+    them in place after their backward, while others may have saved them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return tensor.detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient
+
+
+def to_be_sent(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor that nobody else holds."""
+    return cast(Tensor, Apart.apply(tensor.contiguous()))
