@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import platform
 import statistics
@@ -192,6 +193,7 @@ def race(schedule: str, turns: int, steps: int) -> dict[str, Any]:
 
 def worker(rank: int, store: str, turns: int, steps: int, queue: Any) -> None:
     warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT="0", NODE_RANK="0")  # fmt: skip
