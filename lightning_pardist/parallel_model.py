@@ -133,6 +133,8 @@ class ParallelModel:
     """What the plan was made from."""
     reducer: DistributedDataParallel | None = None
     """Set while training under ``replicate``."""
+    tensor_mode: Any = None
+    """What runs steps on shares of matrices (``run.tensor_mode.TensorMode``), with its hooks; None before the first."""
     pipeline: PipelineCut | None = None
     """Set if the module was cut into stages."""
 

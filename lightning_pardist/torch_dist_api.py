@@ -240,6 +240,9 @@ class UnitShard(_StridedShard):
 
     __str__ = __repr__
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UnitShard, (self.dim, self.stretches)
+
     def local_length(self, rank: int) -> int:
         """Returns how much of the dim a rank holds."""
         return sum(length for _, length in self.stretches[rank])

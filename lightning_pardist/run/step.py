@@ -58,7 +58,9 @@ class StepRunner:
         self._reduces_unused = torch_dist_api.CAN_REDUCE_UNUSED and (looks_for_unused or not manual_optimization)
         self._reduce_unused(self._reduces_unused)
         has_tensor_axis = model.plan.tensor is not None
-        self._tensor = TensorMode(model) if has_tensor_axis else None
+        if has_tensor_axis and model.tensor_mode is None:
+            model.tensor_mode = TensorMode(model)  # once: its hooks stay on the module from one entry to the next
+        self._tensor: TensorMode | None = model.tensor_mode
         self._partial = PartialGradients(model) if has_tensor_axis else None
 
     @property

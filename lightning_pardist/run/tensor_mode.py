@@ -253,7 +253,10 @@ class TensorMode(TorchFunctionMode):
         kwargs = {key: item if key == "bias" else self._opened(item) for key, item in kwargs.items()}
         args, kwargs = self._with_local_bias(name, args, kwargs, use)
         out: Tensor = func(*args, **kwargs)
-        return out if use.role != "vocab" else VocabularyShards.wrap(out, self._vocabulary(use))
+        if use.role != "vocab":
+            return out
+        logits = VocabularyShards.wrap(out, self._vocabulary(use))
+        return logits if self._plan.loss_parallel else logits.whole()
 
     def _opened(self, item: Any) -> Any:
         """Returns an activation ready for use by all ranks; weights and everything else as they are."""

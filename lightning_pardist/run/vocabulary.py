@@ -118,8 +118,6 @@ class VocabularyShards(Tensor):
         with as_plain_tensors():
             if name in _FACTS:
                 return func(*args, **kwargs)
-            if name == "requires_grad" and isinstance(args[0], VocabularyShards) and len(args) == 1:
-                return args[0].local.requires_grad
             if name in _KEEPING:
                 kept = _KEEPING[name](func, args, kwargs)
                 if kept is not None:
@@ -139,7 +137,7 @@ class VocabularyShards(Tensor):
 
 _FACTS = frozenset(
     "shape size dim ndim ndimension dtype device numel nelement layout is_cuda is_cpu is_floating_point is_complex"
-    " element_size is_sparse is_quantized is_meta names itemsize get_device is_nested".split()
+    " requires_grad element_size is_sparse is_quantized is_meta names itemsize get_device is_nested".split()
 )
 """What the whole shape answers."""
 

@@ -330,6 +330,8 @@ class TensorPlan:
     """By region, the modules that hold its parameters or make its calls."""
     sequence_stacks: tuple[SequenceStack, ...] = ()
     """Empty without sequence parallel."""
+    loss_parallel: bool = True
+    """Logits over a sharded vocabulary stay sharded until somebody asks for whole ones."""
 
     def role_of(self, name: str) -> TensorRole:
         """Returns the role of a weight by its name."""

@@ -75,6 +75,16 @@ class Estimator:
             ValueError: if the sizes do not fit the world, or the module cannot be spread so.
         """
         sizes = config.resolve(world_size=cluster.world_size, num_nodes=cluster.num_nodes)
+        if sizes.tensor_parallel > 1 or sizes.pipeline_parallel > 1:
+            raise ValueError(
+                message(
+                    "In this version an estimate is made for the data axes only.",
+                    got=f"tensor_parallel_size={sizes.tensor_parallel}, "
+                    f"pipeline_parallel_size={sizes.pipeline_parallel}",
+                    source="the layout",
+                    change="leave these sizes at 1; a run prints its own plan with a tensor or pipeline axis",
+                )
+            )
         sharded = sizes.data_parallel_shard > 1
         plan = make_plan(
             PlanInput(

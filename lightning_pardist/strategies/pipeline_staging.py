@@ -7,7 +7,6 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torchmetrics import Metric
 
-from lightning_pardist.describe import sample_from_loader
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.skeleton import Skeleton, Step
 from lightning_pardist.mesh import Meshes
@@ -42,18 +41,6 @@ class Staging:
         self._precision = precision
         self._skeleton: Skeleton | None = None
         self._flow: Dataflow | None = None
-
-    def sample_or_evaluated(self, sample: Sample | None) -> Sample | None:
-        """Returns the sample, or a batch of the loop that is about to run: stages need one before they are made."""
-        if self._meshes is None or (sample is not None and sample.entry == "training_step"):
-            return sample
-        trainer = self._module.trainer
-        if trainer.training:
-            return sample
-        loaders = lightning_api.evaluation_source(trainer)
-        first = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
-        batch = None if first is None else sample_from_loader(first)
-        return None if batch is None else Sample(batch, "training_step")
 
     def describe(self, profile: ModelProfile, sample: Sample | None) -> None:
         """Finds out how values flow between blocks; every rank calls it, before the module is changed.

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from lightning.pytorch import LightningModule
 
 from lightning_pardist.describe import sample_from_loader
-from lightning_pardist.strategies.lightning_api import TrainLoaders
+from lightning_pardist.strategies.lightning_api import TrainLoaders, evaluation_source
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,17 @@ def find_sample(module: LightningModule, loaders: TrainLoaders | None, given: An
     if module.example_input_array is not None:
         return Sample(module.example_input_array, "forward")
     return None
+
+
+def sample_or_evaluated(module: LightningModule, sample: Sample | None) -> Sample | None:
+    """Returns the sample, or a batch of the loop that is about to run: some axes need one before they are applied."""
+    trainer = module.trainer
+    if (sample is not None and sample.entry == "training_step") or trainer.training:
+        return sample
+    loaders = evaluation_source(trainer)
+    first = loaders[0] if isinstance(loaders, (list, tuple)) and loaders else loaders
+    batch = None if first is None else sample_from_loader(first)
+    return sample if batch is None else Sample(batch, "training_step")
 
 
 def _from_loaders(loaders: Any) -> Any:

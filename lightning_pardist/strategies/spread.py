@@ -46,7 +46,7 @@ from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.pipeline_staging import Staging
 from lightning_pardist.strategies.precision import precision_plan
-from lightning_pardist.strategies.sample import Sample, find_sample
+from lightning_pardist.strategies.sample import Sample, find_sample, sample_or_evaluated
 from lightning_pardist.strategies.tensor_probe import prove_plan
 
 log = get_logger(__name__)
@@ -92,7 +92,9 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
     check_modules(module, request.meshes)
     module = request.precision.convert_module(module)  # type: ignore[assignment]  # in place, for all of ours
     stages = Staging(module, request.pipeline, request.meshes, request.device, request.precision)
-    sample = stages.sample_or_evaluated(find_sample(module, request.loaders, request.sample_batch))
+    sample = find_sample(module, request.loaders, request.sample_batch)
+    if request.sizes.tensor_parallel > 1 or request.sizes.pipeline_parallel > 1:
+        sample = sample_or_evaluated(module, sample)
     profile, recompute = _on_first_rank(lambda: _describe(module, sample, request), request.meshes)
     tensor = plan_tensor_axis(module, profile, sample, request) if request.sizes.tensor_parallel > 1 else None
     stages.describe(profile, sample)
@@ -210,6 +212,7 @@ def plan_tensor_axis(
     if options.verify != "off":
         assert request.meshes is not None
         plan = prove_plan(module, plan, probes, request.meshes, request.device)
+    plan = replace(plan, loss_parallel=options.loss_parallel)
     return with_sequence_parallel(plan, profile) if options.sequence_parallel else plan
 
 
