@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp", "pardist_hybrid", "pardist_pp"]
+NAMES = ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp", "pardist_hybrid", "pardist_tp", "pardist_pp"]
 
 REGISTRY = """
 class _Registry(dict):
@@ -69,6 +69,7 @@ def test_a_program_that_never_names_us_finds_the_names() -> None:
         "pardist_zero2": {"zero_stage": 2, "data_parallel_replicate_size": 1},
         "pardist_fsdp": {"zero_stage": 3, "data_parallel_replicate_size": 1},
         "pardist_hybrid": {"zero_stage": 3},
+        "pardist_tp": {"tensor_parallel_size": "auto", "data_parallel_replicate_size": 1, "zero_stage": 3},
         "pardist_pp": {"pipeline_parallel_size": "auto"},
     }
     assert found == [arguments, False]

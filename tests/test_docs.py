@@ -32,10 +32,10 @@ def names(pages: list[Path]) -> list[str]:
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(8, 8)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.linear(x).relu()
+        return x + self.down(self.up(x).relu())
 
 
 class LitModel(L.LightningModule):
@@ -74,6 +74,7 @@ def run_blocks(sources: list[str]) -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
+    torch.manual_seed(0)  # ranks that share a model must see the same batches
     data = DataLoader(TensorDataset(torch.randn(64, 8), torch.randn(64, 1)), batch_size=4)
     for source in sources:
         exec(source, {"Trainer": quiet, "LitModel": LitModel, "data": data})

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist.base.torch_api import has_step_post_hooks
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dist_api import UnitShard, as_dtensor, local_tensor
 
 _ELEMENTWISE = (
     torch.optim.Adadelta,
@@ -36,6 +36,11 @@ _PER_PARAMETER = ("step", "mu_product")
 """State of these optimizers that is one number per parameter tensor and a plain tensor in either form."""
 
 
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Returns whether an optimizer is known to treat every element alone."""
+    return type(optimizer) in _ELEMENTWISE
+
+
 class ShardStep:
     """Shows an optimizer its shards from ``show`` until the end of the context."""
 
@@ -47,12 +52,19 @@ class ShardStep:
     def show(self) -> None:
         """Puts shards in the place of DTensors, unless whole tensors might be looked at; costs no copy."""
         optimizer = self._optimizer
-        if type(optimizer) not in _ELEMENTWISE or has_step_post_hooks(optimizer):
+        # Hooks after the step see what the step updates; units of the tensor axis it can update as shards only.
+        looks_at_whole = has_step_post_hooks(optimizer) and not self._has_units()
+        if not is_elementwise(optimizer) or looks_at_whole:
             return
         for group in optimizer.param_groups:
             parameters = group["params"]
             self._groups.append(list(parameters))
             parameters[:] = [self._shard(p) if isinstance(p, DTensor) else p for p in parameters]
+
+    def _has_units(self) -> bool:
+        """Returns whether a parameter is sharded in a way that DTensor's operators do not know."""
+        listed = (p for group in self._optimizer.param_groups for p in group["params"])
+        return any(isinstance(placed, UnitShard) for p in listed for placed in getattr(p, "placements", ()))
 
     def __enter__(self) -> ShardStep:
         return self
@@ -90,9 +102,7 @@ def _of_whole(state: dict[str, Any], whole: DTensor, before: dict[str, Any]) -> 
         if _local(before.get(key)) is value:
             result[key] = before[key]
         elif isinstance(value, Tensor) and key not in _PER_PARAMETER:
-            result[key] = DTensor.from_local(
-                value, whole.device_mesh, whole.placements, run_check=False, shape=whole.shape, stride=whole.stride()
-            )
+            result[key] = as_dtensor(value, whole)
         else:
             result[key] = value
     return result

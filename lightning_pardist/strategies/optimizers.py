@@ -14,6 +14,7 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.parallel_model import ParallelModel
+from lightning_pardist.run.shard_step import is_elementwise
 
 
 class SkipGuard:
@@ -95,6 +96,17 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ParallelModel) -> N
                     source="configure_optimizers",
                     change="collect parameters inside configure_optimizers (self.parameters(), "
                     "self.named_parameters()), not in __init__ or setup",
+                )
+            )
+        if model.plan.tensor is not None and not is_elementwise(optimizer):
+            raise ValueError(
+                message(
+                    "On a tensor axis an optimizer must treat every element alone, for a rank holds whole heads or "
+                    "parts of fused weights, not equal chunks.",
+                    got=f"optimizer {index} is {type(optimizer).__name__}",
+                    source="configure_optimizers",
+                    change="use an elementwise optimizer of torch.optim, such as AdamW or SGD, or a layout without a "
+                    "tensor axis",
                 )
             )
         if isinstance(optimizer, LBFGS) and (model.kind == "shard" or model.pipeline is not None):

@@ -248,6 +248,34 @@ def test_a_module_without_regions_is_told_what_to_do_instead(run_distributed: Wo
         run_distributed(nothing)
 
 
+class Other(torch.optim.SGD):
+    """A subclass may look at whole tensors."""
+
+
+def with_optimizer(kind: str) -> dict[str, Tensor]:
+    torch.manual_seed(3)
+    module = MODELS["grouped fused"]()
+
+    def configure() -> Any:
+        optimizer = (Other if kind == "other" else torch.optim.SGD)(module.parameters(), lr=0.1, momentum=0.9)
+        if kind == "hooked":  # somebody may look at DTensors after the step: then the step updates DTensors
+            optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    module.configure_optimizers = configure
+    options = {"tensor_parallel_size": 2} if dist.is_initialized() else None
+    trainer_of(options).fit(module, batches(options))
+    return weights(module)
+
+
+def test_optimizers(run_distributed: WorkerPool, run_single: Any) -> None:
+    want = run_single(with_optimizer, "plain")
+    for name, value in run_distributed(with_optimizer, "hooked")[0].items():
+        torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-6)
+    with pytest.raises(ValueError, match=r"(?s)every element alone.*optimizer 0 is Other"):
+        run_distributed(with_optimizer, "other")
+
+
 @pytest.mark.parametrize(
     ("given", "words"),
     [
