@@ -53,6 +53,7 @@ from lightning_pardist.strategies.refusals import (
     check_pipeline,
     refuse_compiled,
     refuse_under_pipeline,
+    refuse_under_tensor_axis,
 )
 from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
 from lightning_pardist.strategies.turns import Turns, deal_each_once, has_own_dealing, kept_metrics
@@ -227,8 +228,9 @@ class HybridStrategy(CheckpointHooks):
         self.accelerator.setup(trainer)
         self._keep_inference_mode_out(trainer)
         module = self.lightning_module
-        if self._meshes is not None and self._meshes.pipeline_control is not None:
+        if self._meshes is not None:
             refuse_under_pipeline(module, self._meshes.sizes, self.config)
+            refuse_under_tensor_axis(module, self._meshes.sizes)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._train_loaders = lightning_api.TrainLoaders(trainer)

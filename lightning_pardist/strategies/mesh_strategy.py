@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
 from lightning_pardist.base.errors import message
+from lightning_pardist.base.log import get_logger
 from lightning_pardist.mesh import Meshes, shared_meshes
 from lightning_pardist.run.agree import maxima
 from lightning_pardist.run.meeting import meet
@@ -28,6 +29,8 @@ from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.batches import publish_data_rank
 from lightning_pardist.strategies.launcher import Asked, InProcessLauncher, ScriptLauncher
 from lightning_pardist.strategies.reductions import reduce_over
+
+log = get_logger(__name__)
 
 
 class MeshStrategy(ParallelStrategy):
@@ -132,6 +135,13 @@ class MeshStrategy(ParallelStrategy):
         # Before any collective: a wrong layout must not leave a rank waiting.
         self._check_ranks_started()
         sizes = self.config.resolve(world_size=self.world_size, num_nodes=self.num_nodes)
+        if (self.world_size // self.num_nodes) % sizes.tensor_parallel and self.global_rank == 0:
+            log.warning(
+                "the tensor axis of %d ranks does not divide the %d ranks of a node, so matrices are shared across "
+                "nodes: every block waits for the slow links",
+                sizes.tensor_parallel,
+                self.world_size // self.num_nodes,
+            )
         reset_seed()
         if self.world_size > 1:
             self._connect()

@@ -48,7 +48,12 @@ def check(run_distributed: WorkerPool, run_single: Any, cases: list[Case], world
 @pytest.mark.hf
 @pytest.mark.timeout(300)
 def test_two_ranks(run_distributed: WorkerPool, run_single: Any) -> None:
-    check(run_distributed, run_single, [(name, TWO, {}) for name in MODELS], 2)
+    check(
+        run_distributed,
+        run_single,
+        [(name, TWO, {}) for name in MODELS],
+        2,
+    )
 
 
 @pytest.mark.hf
