@@ -45,7 +45,11 @@ def serve(pipe: Connection, stacks: str, log: str, environment: dict[str, str]) 
         pipe.send(Cleaned())
         with contextlib.suppress(EOFError, ConnectionResetError, BrokenPipeError):
             while True:
-                _answer(pipe, pipe.recv())
+                job = pipe.recv()
+                # Anew for each job: a Trainer that ends puts Python's handlers back, over the fault handler's own.
+                faulthandler.unregister(signal.SIGUSR1)
+                faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+                _answer(pipe, job)
 
 
 def _answer(pipe: Connection, job: Job) -> None:
