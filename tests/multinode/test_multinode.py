@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -13,6 +14,7 @@ from tests.multinode.run import is_possible
 pytestmark = [pytest.mark.example, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
+@pytest.mark.skipif(not os.environ.get("PARDIST_LONG_TESTS"), reason="minutes; set PARDIST_LONG_TESTS=1")
 def test_two_nodes_train_fail_clearly_and_resume() -> None:
     if why := is_possible():
         pytest.skip(f"network namespaces cannot be made here: {why}")
