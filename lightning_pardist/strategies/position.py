@@ -247,15 +247,28 @@ def batches_done(loops: Mapping[str, Any]) -> int:
     return 0 if progress.get("is_last_batch") else int(progress["current"]["ready"])
 
 
+def count_running_epoch(loops: Mapping[str, Any]) -> None:
+    """Counts the running epoch of a saved training loop as started, in place, where Lightning has not.
+
+    Resumed from a save at an epoch's last batch, Lightning 2.6 runs the next epoch without counting it as started. Saved
+    once more in that epoch, its counters say that no epoch is running: the next resume would begin another one, in
+    another order, and train one too many.
+    """
+    progress = loops["fit_loop"]["epoch_progress"]
+    missing = int(progress["current"]["processed"]) + 1 - int(progress["current"]["started"])
+    if missing > 0 and (batches_done(loops) or at_last_batch(loops)):
+        for counts in (progress["current"], progress["total"]):
+            counts["ready"] += missing
+            counts["started"] += missing
+
+
 def in_epoch(loops: Mapping[str, Any]) -> bool:
     """Returns whether the saved training loop has still to end the epoch that it was in.
 
-    After a save at the very end of an epoch's last batch Lightning goes on with the next epoch at once. It does not
-    count that one as started, so the batches say more than the epochs.
+    After a save at the very end of an epoch's last batch Lightning goes on with the next epoch at once.
     """
     epoch = loops["fit_loop"]["epoch_progress"]["current"]
-    is_open = int(epoch["processed"]) < int(epoch["started"]) and not at_last_batch(loops)
-    return is_open or batches_done(loops) > 0
+    return int(epoch["processed"]) < int(epoch["started"]) and not at_last_batch(loops)
 
 
 def at_last_batch(loops: Mapping[str, Any]) -> bool:

@@ -76,6 +76,7 @@ class Restorer:
         if fitting:
             self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
             if "loops" in content:
+                position.count_running_epoch(content["loops"])
                 self._resumed.in_epoch = position.in_epoch(content["loops"])
                 self._resumed.at_last_batch = position.at_last_batch(content["loops"])
                 self._restore_position(content["loops"], ours.get("data"), report)

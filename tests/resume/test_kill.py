@@ -22,11 +22,6 @@ print(json.dumps([outcome.kills for outcome in outcomes]))
 
 
 @pytest.mark.slow
-@pytest.mark.xfail(
-    strict=False,
-    reason="known defect: after a kill between two epochs of a shuffled StatefulDataLoader the next epoch can come in "
-    "another order (seed 3, the first run, step 9)",
-)
 def test_killed_three_times(tmp_path: Path) -> None:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
