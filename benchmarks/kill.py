@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.support.kill import KILL_WITHIN_S, RANKS, STEPS, killed_until_through, losses_of_one_run
+from benchmarks.support.kill import KILL_AFTER_S, RANKS, STEPS, killed_until_through, losses_of_one_run
 
 RESULTS = Path(__file__).parent / "results" / "kill.md"
 KILLS_PER_RUN = 3
@@ -51,7 +51,7 @@ def main() -> None:
         "",
         f"{RANKS} ranks of `HybridStrategy(zero_stage=3)` train {STEPS} steps over several epochs with dropout, a "
         "shuffled `StatefulDataLoader` and a schedule, and save twice at every step (`save_top_k=2, save_last=True`). "
-        f"A random rank gets SIGKILL at a random moment within {KILL_WITHIN_S} s of its start; the other must end by "
+        f"A random rank gets SIGKILL within {KILL_AFTER_S} s of a random point of the run; the other must end by "
         'itself; then the run starts again with `ckpt_path="last"`. Every loss of every attempt was that of the '
         "uninterrupted run (to 1e-6), no published checkpoint was lost, no rank hung and nothing was left "
         "behind.",

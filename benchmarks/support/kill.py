@@ -29,8 +29,11 @@ from lightning_pardist import HybridStrategy
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 
 RANKS, STEPS, WIDTH = 2, 12, 128
-KILL_WITHIN_S = 2.0
-"""A rank is killed within so many seconds of the start of training, which takes about that long."""
+KILL_AFTER_S = 0.1
+"""A rank is killed within so many seconds of a random entry of the journal; a step with its saves takes about that long.
+
+The moment goes by what the run has done: a clock would miss the run on a quick machine, and its end on a busy one.
+"""
 DEATH_S = 40.0
 """How long the rank that was not killed may take to notice and end."""
 
@@ -158,19 +161,28 @@ def attempt(folder: Path, behind: bool, chance: random.Random | None) -> tuple[b
     Returns:
         Whether the run came to its end, and whether a rank was killed before that.
     """
-    log = folder / "log.jsonl"
-    before = log.stat().st_size if log.exists() else 0
+    before = journal(folder)
     children = start_ranks(folder, behind)
     deadline = time.monotonic() + 120
     if chance is not None:
-        while not (log.exists() and log.stat().st_size > before) and time.monotonic() < deadline:
-            time.sleep(0.005)
-        time.sleep(chance.uniform(0.0, KILL_WITHIN_S))
+        left = STEPS - max((entry["step"] for entry in before if "step" in entry), default=0)
+        # Two entries a step, and one for the start.
+        wanted = len(before) + chance.randint(1, max(2 * left, 1))
+        while len(journal(folder)) < wanted and time.monotonic() < deadline:
+            time.sleep(0.002)
+        time.sleep(chance.uniform(0.0, KILL_AFTER_S))
         os.kill(chance.choice(children), signal.SIGKILL)
     statuses = wait_for(children, DEATH_S if chance is not None else 120.0)
     if None in statuses:
         raise AssertionError(f"a rank hung: {statuses}\n{outputs(folder)}")
     return all(status == 0 for status in statuses), signal.SIGKILL in statuses
+
+
+def journal(folder: Path) -> list[dict[str, Any]]:
+    """Returns what rank 0 has written down so far; a line that it is just writing is left out."""
+    path = folder / "log.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def outputs(folder: Path) -> str:
@@ -184,8 +196,7 @@ def losses_of_one_run(folder: Path) -> dict[int, float]:
     through, _ = attempt(folder, behind=False, chance=None)
     if not through:
         raise AssertionError(outputs(folder))
-    entries = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return {entry["step"]: entry["loss"] for entry in entries if "step" in entry}
+    return {entry["step"]: entry["loss"] for entry in journal(folder) if "step" in entry}
 
 
 def killed_until_through(
@@ -213,8 +224,7 @@ def killed_until_through(
 
 def _check(folder: Path, expected: dict[int, float]) -> int:
     published = resumes = last = 0
-    for line in (folder / "log.jsonl").read_text().splitlines():
-        entry = json.loads(line)
+    for entry in journal(folder):
         if "step" in entry:
             last, reference = entry["step"], expected[entry["step"]]
             if abs(entry["loss"] - reference) > 1e-6 * abs(reference):
