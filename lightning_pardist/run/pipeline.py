@@ -14,11 +14,13 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_pardist import torch_pipelining_api as api
 from lightning_pardist.mesh import stage_groups
-from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
+from lightning_pardist.parallel_model import ROOT_CALL, HeldParameter, ParallelModel
 from lightning_pardist.run.reduce import average_gradients, average_scalars
 from lightning_pardist.run.shared_gradients import SharedGradients
 from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRun, value_shapes
 from lightning_pardist.run.step import model_device
+from lightning_pardist.run.tensor_gradients import PartialGradients
+from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.run.unused import UsedInStep
 from lightning_pardist.specs.pipeline_options import SINGLE_STAGE, V_SHAPED
 from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan, StagePlan
@@ -70,6 +72,7 @@ class PipelineRunner:
         self._schedules: dict[tuple[int, bool], Any] = {}
         sets = list(dict.fromkeys(ranks for _, ranks in self._plan.shared_parameters))
         self._shared = SharedGradients(model, stage_groups(model.meshes, sets))
+        self._partial = PartialGradients(model) if model.plan.tensor is not None else None
         self.moments: list[Moment] | None = None
         """Set to a list to have the actions of the next steps measured."""
 
@@ -110,8 +113,10 @@ class PipelineRunner:
             stage.watch = self._watch(run)
             stage.backward_is_whole = not splits_well(request.flow, program.stage)
             stage.prepare(traffic, has_backward=request.training)
-        for held in self._model.scalars:
+        for held in self._held:
             held.show_local()
+        for shard in self._model.shards:
+            shard.take_gradient()
         if self._root is not None:
             api.begin_whole_gradients(self._root)
         draws = request.training and self._plan.draws_random
@@ -123,8 +128,10 @@ class PipelineRunner:
         finally:
             for program in self._programs:
                 program.run = None
-            for held in self._model.scalars:
+            for held in self._held:
                 held.show_stored()
+            for shard in self._model.shards:
+                shard.publish_gradient()
         return run
 
     def finish_gradients(self, *, reduce_shards: bool, window_ends: bool) -> None:
@@ -142,10 +149,16 @@ class PipelineRunner:
                 used.drop_unused()
         if not window_ends:
             return
+        for shard in model.shards:
+            shard.take_gradient()  # earlier micro-steps' gradients have been added to the DTensor's
         if model.kind == "replicate":
             average_gradients(model, agree=False)
         if model.kind == "shard":
             average_scalars(model)
+        for shard in model.shards:
+            shard.publish_gradient()
+        if self._partial is not None:
+            self._partial.end_window()
         self._shared.add_up()
 
     def drop_gradients(self) -> None:
@@ -153,10 +166,25 @@ class PipelineRunner:
         if self._root is not None:
             api.drop_whole_gradients(self._model.module)
 
+    @property
+    def _held(self) -> list[HeldParameter]:
+        return [*self._model.scalars, *self._model.shards]
+
     def _root_call(self) -> Callable[[Callable[[], Any]], Any]:
-        if self._root is None:
-            return lambda fn: fn()
-        return cast(Callable[[Callable[[], Any]], Any], getattr(self._model.module, ROOT_CALL))
+        """Returns what runs a function on whole parameters, or on this rank's share of them on a tensor axis."""
+        root = self._root
+        mode: TensorMode | None = self._model.tensor_mode
+
+        def on_shares(fn: Callable[[], Any]) -> Any:
+            if mode is None:
+                return fn()
+            with mode.step():
+                return fn()
+
+        if root is None:
+            return on_shares
+        call = cast(Callable[[Callable[[], Any]], Any], getattr(self._model.module, ROOT_CALL))
+        return lambda fn: call(lambda: on_shares(fn))
 
     def _watch(self, run: StepRun) -> Callable[[str, int, int, Callable[[], Any]], Any]:
         rank = self._programs[0].stage.rank

@@ -85,7 +85,8 @@ class SequenceShards:
 
         handles: list[Any] = [
             first.register_forward_pre_hook(enter, with_kwargs=True, prepend=False),
-            last.register_forward_hook(leave),
+            # Ahead of others: the hook that ends a pipeline stage takes what it sees.
+            last.register_forward_hook(leave, prepend=True),
         ]
         for name in dict.fromkeys(stack.around_regions):
             owner = module.get_submodule(name)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from lightning_pardist.run.sequence import SequenceShards
 from lightning_pardist.run.tensor_ops import sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
-from lightning_pardist.specs.tensor_roles import ShardCall, TensorLayout, TensorPlan, TensorRole
+from lightning_pardist.specs.tensor_roles import SequenceStack, ShardCall, TensorLayout, TensorPlan, TensorRole
 
 _LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
 _BIASED = frozenset(["addmm", "baddbmm"])
@@ -129,7 +129,21 @@ class TensorMode(TorchFunctionMode):
 
     def _install_sequence(self) -> None:
         for stack in self._plan.sequence_stacks:
-            self._handles += self._sequence.watch(self._model.module, stack)
+            for part in self._parts(stack):
+                self._handles += self._sequence.watch(self._model.module, part)
+
+    def _parts(self, stack: SequenceStack) -> Iterator[SequenceStack]:
+        """Yields what this rank runs of a stack: whole hidden states cross from one pipeline stage to the next."""
+        cut = self._model.pipeline
+        if cut is None:
+            yield stack
+            return
+        for stage in cut.plan.stages_of(cut.rank):
+            blocks = tuple(name for name in stack.blocks if name in stage.blocks)
+            if blocks:
+                inside = tuple(f"{block}." for block in blocks)
+                around = tuple(name for name in stack.around_regions if name.startswith(inside))
+                yield replace(stack, blocks=blocks, around_regions=around)
 
     def _watch(self, module: nn.Module, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
         def enter(*_: Any) -> None:

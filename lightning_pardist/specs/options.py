@@ -24,21 +24,12 @@ def refuse_idle_options(options: object, *, name: str, size: Size) -> None:
 
 
 def refuse_combinations(*, tensor: Size, pipeline: Size, recompute: object, compile: object) -> None:
-    """Refuses what this version has on the data axes, or with one model axis, only.
+    """Refuses what this version has on the data axes only.
 
     Raises:
-        ValueError: for a tensor and a pipeline axis together, or recomputation or compilation with either.
+        ValueError: for recomputation or compilation with a tensor or a pipeline axis.
     """
     sizes = f"tensor_parallel_size={tensor}, pipeline_parallel_size={pipeline}"
-    if tensor != 1 and pipeline != 1:
-        raise ValueError(
-            message(
-                "In this version a model is spread over a tensor axis or a pipeline axis, not over both.",
-                got=sizes,
-                source="the strategy's arguments",
-                change="leave one of them at 1; both combine with the data axes",
-            )
-        )
     levers = {name: value for name, value in (("recompute", recompute), ("compile", compile)) if value}
     if levers and (tensor != 1 or pipeline != 1):
         raise ValueError(

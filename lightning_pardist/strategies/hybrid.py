@@ -342,12 +342,12 @@ class HybridStrategy(CheckpointHooks):
             with self.precision_plugin.train_step_context():
                 return module.training_step(*args, **kwargs)
         assert self._logs is not None
-        if self._pipelining is not None:
-            return self._pipelined_step(self._pipelining, args, kwargs)
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if not self._batch_is_checked:
             check_same_batch(batch, self._meshes)
             self._batch_is_checked = True
+        if self._pipelining is not None:
+            return self._pipelined_step(self._pipelining, args, kwargs)
         index = self._trainer().fit_loop.batch_idx
         self._diagnosis.compare(self._trainer(), batch, index)
         with (

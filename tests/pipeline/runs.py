@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -48,7 +49,8 @@ def train(name: str, arguments: dict[str, Any] | None, options: dict[str, Any] |
         val_check_interval=3,
         **(options or {}),
     )
-    rows = GLOBAL_BATCH // (world_size // (arguments or {}).get("pipeline_parallel_size", 1))
+    copies = [(arguments or {}).get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor")]
+    rows = GLOBAL_BATCH // (world_size // math.prod(copies))
     collate = getattr(module, "collate", None)
     training = DataLoader(module.dataset(TRAIN_ROWS, seed=5), batch_size=rows, collate_fn=collate)
     validation = DataLoader(module.dataset(VALID_ROWS, seed=7), batch_size=rows, collate_fn=collate)
