@@ -8,7 +8,7 @@ from lightning_pardist.base import axes
 from lightning_pardist.plan.tensor_layouts import local_shapes
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.parallel_plan import Traffic
-from lightning_pardist.specs.tensor_roles import TensorPlan
+from lightning_pardist.specs.tensor_plan import TensorPlan
 
 
 def profile_on_tensor_axis(profile: ModelProfile, plan: TensorPlan | None, rank: int = 0) -> ModelProfile:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -172,19 +173,12 @@ class PipelineRunner:
 
     def _root_call(self) -> Callable[[Callable[[], Any]], Any]:
         """Returns what runs a function on whole parameters, or on this rank's share of them on a tensor axis."""
-        root = self._root
         mode: TensorMode | None = self._model.tensor_mode
-
-        def on_shares(fn: Callable[[], Any]) -> Any:
-            if mode is None:
-                return fn()
-            with mode.step():
-                return fn()
-
-        if root is None:
+        on_shares: Callable[[Callable[[], Any]], Any] = (lambda fn: fn()) if mode is None else mode.run
+        if self._root is None:
             return on_shares
         call = cast(Callable[[Callable[[], Any]], Any], getattr(self._model.module, ROOT_CALL))
-        return lambda fn: call(lambda: on_shares(fn))
+        return lambda fn: call(partial(on_shares, fn))
 
     def _watch(self, run: StepRun) -> Callable[[str, int, int, Callable[[], Any]], Any]:
         rank = self._programs[0].stage.rank

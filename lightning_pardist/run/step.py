@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -72,7 +73,7 @@ class StepRunner:
         """Returns ``fn()``, run with parameters gathered and gradients to be reduced as the plan says."""
         model = self._model
         if self._tensor is not None:
-            fn = self._on_tensor_axis(self._tensor, fn)
+            fn = partial(self._tensor.run, fn)
         if model.kind == "none":
             with self._shards_shown():
                 return fn()
@@ -96,14 +97,6 @@ class StepRunner:
             if self._manual:
                 # Optimizers ran inside the step; whole copies made before them must not be seen again.
                 self.free_gathered()
-
-    @staticmethod
-    def _on_tensor_axis(mode: TensorMode, fn: Callable[[], _T]) -> Callable[[], _T]:
-        def run() -> _T:
-            with mode.step():
-                return fn()
-
-        return run
 
     @contextmanager
     def _shards_shown(self) -> Iterator[None]:

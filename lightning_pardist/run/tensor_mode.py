@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,13 +22,17 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist import torch_dist_api
 from lightning_pardist.base.function_names import function_name
+from lightning_pardist.base.nested import leaves, map_leaves
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
 from lightning_pardist.run.sequence import SequenceShards
 from lightning_pardist.run.tensor_ops import sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
-from lightning_pardist.specs.tensor_roles import SequenceStack, ShardCall, TensorLayout, TensorPlan, TensorRole
+from lightning_pardist.specs.tensor_plan import SequenceStack, TensorLayout, TensorPlan
+from lightning_pardist.specs.tensor_roles import ShardCall, TensorRole
+
+_T = TypeVar("_T")
 
 _LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
 _BIASED = frozenset(["addmm", "baddbmm"])
@@ -176,6 +180,18 @@ class TensorMode(TorchFunctionMode):
             self._running.state = {"depth": 0, "scopes": []}
         state: dict[str, Any] = self._running.state
         return state
+
+    def run(self, fn: Callable[[], _T]) -> _T:
+        """Returns ``fn()``, run on shares.
+
+        Logits in it come back whole: code after a step may look at them on one rank alone.
+        """
+        with self.step():
+            out = fn()
+        if any(isinstance(leaf, VocabularyShards) for leaf in leaves(out)):
+            whole = map_leaves(lambda leaf: leaf.whole() if isinstance(leaf, VocabularyShards) else leaf, out)
+            return cast(_T, whole)
+        return out
 
     @contextmanager
     def step(self) -> Iterator[None]:

@@ -82,8 +82,10 @@ class Recorder(L.Callback):
         )
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """By name, of the parameters as they were given to it: while it updates it may have shards in their place, and
-        inside a manual step the module shows whole copies."""
+        """By name, of the parameters that were given to it.
+
+        While it updates it may have shards in their place; inside a manual step the module shows whole copies.
+        """
         return {name: whole(p.grad) for name, p in self._owned[id(optimizer)].items() if p.grad is not None}
 
     def _note(self, trainer: L.Trainer) -> None:
