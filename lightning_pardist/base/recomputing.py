@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -48,7 +48,7 @@ class Recomputation:
     kept: frozenset[OpOverload] = frozenset()
     """Operators whose results are kept; empty: nothing but the block's inputs."""
     during: Callable[[], AbstractContextManager[object]] = nullcontext
-    """A context around every recomputation, outside compiled code."""
+    """Called in the forward pass; returns a context for this pass's recomputation, outside compiled code."""
     note: Callable[[OpOverload, Any], None] | None = None
     """Told of every result that is kept."""
 
@@ -135,7 +135,7 @@ def _selective(how: Recomputation) -> Any:
 
 def _contexts(block: nn.Module, how: Recomputation) -> tuple[Any, Any]:
     first, again = _selective(how) if how.kept else (nullcontext(), nullcontext())
-    return first, _recomputing(block, how, again)
+    return first, _recomputing(block, how.during(), again)
 
 
 def _from_the_same_caches(run: Callable[..., Any], given: Sequence[Any]) -> Callable[..., Any]:
@@ -171,11 +171,10 @@ def _copy_of_cache(cache: Any) -> Any:
 
 
 @contextmanager
-def _recomputing(block: nn.Module, how: Recomputation, again: AbstractContextManager[object]) -> Iterator[None]:
-    with ExitStack() as stack:
-        stack.enter_context(how.during())
-        stack.enter_context(_throwaway_statistics(block))
-        stack.enter_context(again)
+def _recomputing(
+    block: nn.Module, during: AbstractContextManager[object], again: AbstractContextManager[object]
+) -> Iterator[None]:
+    with during, _throwaway_statistics(block), again:
         yield
 
 

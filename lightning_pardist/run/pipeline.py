@@ -15,13 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from lightning_pardist import torch_pipelining_api as api
 from lightning_pardist.mesh import stage_groups
-from lightning_pardist.parallel_model import ROOT_CALL, HeldParameter, ParallelModel
+from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
 from lightning_pardist.run.reduce import average_gradients, average_scalars
 from lightning_pardist.run.shared_gradients import SharedGradients
 from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRun, value_shapes
 from lightning_pardist.run.step import model_device
 from lightning_pardist.run.tensor_gradients import PartialGradients
-from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.run.unused import UsedInStep
 from lightning_pardist.specs.pipeline_options import SINGLE_STAGE, V_SHAPED
 from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan, StagePlan
@@ -114,8 +113,6 @@ class PipelineRunner:
             stage.watch = self._watch(run)
             stage.backward_is_whole = not splits_well(request.flow, program.stage)
             stage.prepare(traffic, has_backward=request.training)
-        for held in self._held:
-            held.show_local()
         for shard in self._model.shards:
             shard.take_gradient()
         if self._root is not None:
@@ -123,14 +120,12 @@ class PipelineRunner:
         draws = request.training and self._plan.draws_random
         devices = [self._device] if self._device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices) if draws else nullcontext():
+            with self._model.shown(), torch.random.fork_rng(devices=devices) if draws else nullcontext():
                 kwargs = [{"micro": micro} for micro in range(len(request.micros))]
                 api.run_schedule(schedule, kwargs, has_backward=request.training)
         finally:
             for program in self._programs:
                 program.run = None
-            for held in self._held:
-                held.show_stored()
             for shard in self._model.shards:
                 shard.publish_gradient()
         return run
@@ -167,13 +162,9 @@ class PipelineRunner:
         if self._root is not None:
             api.drop_whole_gradients(self._model.module)
 
-    @property
-    def _held(self) -> list[HeldParameter]:
-        return [*self._model.scalars, *self._model.shards]
-
     def _root_call(self) -> Callable[[Callable[[], Any]], Any]:
         """Returns what runs a function on whole parameters, or on this rank's share of them on a tensor axis."""
-        mode: TensorMode | None = self._model.tensor_mode
+        mode = self._model.tensor_mode
         on_shares: Callable[[Callable[[], Any]], Any] = (lambda fn: fn()) if mode is None else mode.run
         if self._root is None:
             return on_shares

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -25,7 +25,7 @@ from lightning_pardist.base.function_names import function_name
 from lightning_pardist.base.nested import leaves, map_leaves
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
-from lightning_pardist.run.sequence import SequenceShards
+from lightning_pardist.run.sequence import SequenceShards, SequenceState
 from lightning_pardist.run.tensor_ops import sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
@@ -83,6 +83,7 @@ class TensorMode(TorchFunctionMode):
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._names: dict[Any, str] = {}
         self._running = threading.local()
+        self._scopes: dict[str, tuple[dict[tuple[str, int], ShardCall], frozenset[str]]] = {}
         self._sequence = SequenceShards(self._rank, self._size, self._group)
         self._know_weights()
         self._install_scopes()
@@ -120,6 +121,7 @@ class TensorMode(TorchFunctionMode):
             by_module.setdefault(call.module, {})[call.function, call.ordinal] = call
         for name, calls in by_module.items():
             names = frozenset(function for function, _ in calls)
+            self._scopes[name] = calls, names
             self._watch(self._model.module.get_submodule(name), calls, names)
         for name in self._plan.quiet_modules:
             self._watch(self._model.module.get_submodule(name), {}, frozenset())
@@ -150,25 +152,40 @@ class TensorMode(TorchFunctionMode):
                 yield replace(stack, blocks=blocks, around_regions=around)
 
     def _watch(self, module: nn.Module, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
-        def enter(*_: Any) -> None:
-            state = self._state()
-            # A block that is recomputed in the backward pass runs outside the step, perhaps in a thread of autograd's.
-            is_outermost = state["depth"] == 0
-            state["scopes"].append((_Scope(calls, names), is_outermost))
+        self._handles.append(module.register_forward_pre_hook(lambda *_: self._enter(calls, names)))
+        self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _enter(self, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
+        state = self._state()
+        # A block that is recomputed in the backward pass runs outside the step, perhaps in a thread of autograd's.
+        is_outermost = state["depth"] == 0
+        state["scopes"].append((_Scope(calls, names), is_outermost))
+        if is_outermost:
+            state["depth"] += 1
+            self.__enter__()
+
+    def _leave(self) -> None:
+        state = self._state()
+        if state["scopes"]:
+            _, is_outermost = state["scopes"].pop()
             if is_outermost:
-                state["depth"] += 1
-                self.__enter__()
+                state["depth"] -= 1
+                self.__exit__(None, None, None)
+                self._forget()
 
-        def leave(*_: Any) -> None:
-            state = self._state()
-            if state["scopes"]:
-                _, is_outermost = state["scopes"].pop()
-                if is_outermost:
-                    state["depth"] -= 1
-                    self.__exit__(None, None, None)
+    @contextmanager
+    def _scope_of(self, block: str, sequence: SequenceState) -> Iterator[None]:
+        calls, names = self._scopes.get(block, ({}, frozenset()))
+        self._enter(calls, names)
+        try:
+            with self._sequence.as_it_was(sequence):
+                yield
+        finally:
+            self._leave()
 
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+    def again(self, block: str) -> AbstractContextManager[object]:
+        """Returns a context in which a block computes once more what it computes now; its hooks do not run there."""
+        return self._scope_of(block, self._sequence.state())
 
     def remove(self) -> None:
         """Takes its hooks off the module."""
@@ -207,11 +224,15 @@ class TensorMode(TorchFunctionMode):
         finally:
             state["depth"] -= 1
             state["scopes"] = before
-            self._inputs.clear()
             self._sequence.reset()
-            for tensor in self._made:
-                self._weights.pop(id(tensor), None)
-            self._made.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of what is known of a step's tensors."""
+        self._inputs.clear()
+        for tensor in self._made:
+            self._weights.pop(id(tensor), None)
+        self._made.clear()
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOption
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
-from lightning_pardist.specs.options import refuse_combinations, refuse_idle_options
+from lightning_pardist.specs.options import refuse_compile_on_shares, refuse_idle_options
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
@@ -160,9 +160,7 @@ class HybridStrategy(CheckpointHooks):
         self._sample_batch = sample_batch
         self.recompute = check_recompute(recompute)
         self.compile = compile_options(compile)
-        refuse_combinations(
-            tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, recompute=recompute, compile=self.compile
-        )
+        refuse_compile_on_shares(tensor=tensor_parallel_size, compile=self.compile)
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
         self._runner: StepRunner | None = None
@@ -389,8 +387,11 @@ class HybridStrategy(CheckpointHooks):
             self.post_backward(loss)
             return loss
         loss = runner.loss_to_backward(self.precision_plugin.pre_backward(closure_loss, module))
-        with self._diagnosis.inside("backward", self._trainer()):
+        assert self._parallel_model is not None
+        # Blocks that are recomputed must find what they found in the forward pass.
+        with self._diagnosis.inside("backward", self._trainer()), self._parallel_model.shown():
             self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        with self._diagnosis.inside("backward", self._trainer()):
             runner.after_backward()
         self._guard.saw_backward()
         loss = self.precision_plugin.post_backward(loss, module)
