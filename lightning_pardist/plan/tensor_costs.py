@@ -11,7 +11,7 @@ from lightning_pardist.base import axes
 from lightning_pardist.plan.tensor_layouts import local_shapes
 from lightning_pardist.specs.model_profile import ModelProfile, ParameterProfile
 from lightning_pardist.specs.parallel_plan import Traffic
-from lightning_pardist.specs.tensor_roles import TensorLayout, TensorPlan
+from lightning_pardist.specs.tensor_plan import TensorLayout, TensorPlan
 
 
 def profile_on_tensor_axis(profile: ModelProfile, plan: TensorPlan | None, rank: int = 0) -> ModelProfile:

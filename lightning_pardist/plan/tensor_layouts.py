@@ -6,14 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_pardist.base.errors import message
-from lightning_pardist.specs.tensor_roles import (
-    RegionShare,
-    TensorLayout,
-    TensorRegion,
-    TensorRole,
-    TensorRoles,
-    WeightRole,
-)
+from lightning_pardist.specs.tensor_plan import RegionShare, TensorLayout
+from lightning_pardist.specs.tensor_roles import TensorRegion, TensorRole, TensorRoles, WeightRole
 
 
 def too_few_units(regions: Iterable[TensorRegion], size: int) -> dict[int, str]:

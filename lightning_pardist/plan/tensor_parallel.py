@@ -9,16 +9,8 @@ from typing import Literal, cast
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.plan.tensor_layouts import lay_out, too_few_units, with_tied_regions
-from lightning_pardist.specs.tensor_roles import (
-    ROLES,
-    RegionFit,
-    TensorPlan,
-    TensorPlanEntry,
-    TensorRegion,
-    TensorRole,
-    TensorRoles,
-    WeightRole,
-)
+from lightning_pardist.specs.tensor_plan import RegionFit, TensorPlan, TensorPlanEntry
+from lightning_pardist.specs.tensor_roles import ROLES, TensorRegion, TensorRole, TensorRoles, WeightRole
 
 Source = Literal["explicit", "module", "derived"]
 _OWNER: dict[Source, str] = {

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pardist.specs.tensor_roles import MetTensor, RegionShare, ShardCall, ShardedDim
+from lightning_pardist.specs.tensor_plan import RegionShare
+from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDim
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 

@@ -25,7 +25,8 @@ from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
-from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf, TensorPlan
+from lightning_pardist.specs.tensor_plan import TensorPlan
+from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf
 from lightning_pardist.torch_dist_api import local_tensor
 
 TOLERANCE = 1e-4
