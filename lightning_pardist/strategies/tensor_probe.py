@@ -27,7 +27,7 @@ from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
 from lightning_pardist.specs.tensor_plan import TensorPlan
 from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 TOLERANCE = 1e-4
 """Of the largest element: rounding of fp32 sums in another order stays two orders below, a wrong layout far above."""
