@@ -1,6 +1,7 @@
 """Every private name of torch.distributed that this package relies on, with the reason and the way out.
 
-Those of its DTensors are in ``torch_dtensor_api``, those of its pipelines in ``torch_pipelining_api``.
+Those of its DTensors are in ``torch_dtensor_api``, those of its pipelines in ``torch_pipelining_api`` and
+``torch_schedules_api``.
 """
 
 from __future__ import annotations
