@@ -19,7 +19,8 @@ from lightning_pardist.checkpoint.exchange import Exchange, ToAll
 from lightning_pardist.checkpoint.manifest import Manifest
 from lightning_pardist.checkpoint.pieces import Entry, entry_of
 from lightning_pardist.checkpoint.restore import OptimizerRestore
-from lightning_pardist.checkpoint.sources import ShardedSource, Source, open_source
+from lightning_pardist.checkpoint.source import Source
+from lightning_pardist.checkpoint.sources import ShardedSource, open_source
 from lightning_pardist.checkpoint.state import (
     MODEL,
     TrainState,
