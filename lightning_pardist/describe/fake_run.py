@@ -23,11 +23,7 @@ from lightning_pardist.describe.stand_ins import give_services
 from lightning_pardist.specs.model_profile import ModelProfile
 
 Entry = Literal["training_step", "forward"]
-
-
 Observer = Callable[[nn.Module, Any], AbstractContextManager[object]]
-
-
 Prepare = Callable[[nn.Module, StepRecorder], None]
 """Changes the fake module before its step."""
 
