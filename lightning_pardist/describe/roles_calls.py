@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from lightning_pardist.describe.known_values import tensors_in
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_axes import Axis, Factor, Factors, expand, find, size_of
 from lightning_pardist.describe.roles_state import State, argument, results
 from lightning_pardist.describe.roles_trace import Event, Trace
