@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lightning_pardist.describe.known_values import tensors_in
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_calls import Sharing
 from lightning_pardist.describe.roles_state import State, results
 from lightning_pardist.describe.roles_trace import Event, Trace
