@@ -42,7 +42,7 @@ from lightning_pardist.strategies.pipeline_logs import (
 )
 from lightning_pardist.strategies.schedules import custom_orders
 from lightning_pardist.strategies.timeline import write_timeline
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 log = get_logger(__name__)
 
