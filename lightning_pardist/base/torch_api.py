@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _len_torch_dispatch_stack
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 if TYPE_CHECKING:
@@ -124,6 +124,11 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def without_dispatch_modes() -> AbstractContextManager[object]:
     """Returns a context in which operators run for real, whatever dispatch modes are active."""
     return _disable_current_modes()
+
+
+def under_dispatch_mode() -> bool:
+    """Returns whether a dispatch mode sees every operator now, as that of selective recomputation does."""
+    return bool(_len_torch_dispatch_stack() > 0)
 
 
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:

@@ -112,7 +112,9 @@ class PipelineRunner:
                 for micro in request.micros
             ]
             stage.watch = self._watch(run)
-            stage.backward_is_whole = not splits_well(request.flow, program.stage)
+            # Recomputed blocks too: in two halves they would be computed once more for each.
+            recomputes = bool(self._model.plan.recompute.blocks)
+            stage.backward_is_whole = recomputes or not splits_well(request.flow, program.stage)
             stage.prepare(traffic, has_backward=request.training)
         for shard in self._model.shards:
             shard.take_gradient()

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -183,9 +184,9 @@ class TensorMode(TorchFunctionMode):
         finally:
             self._leave()
 
-    def again(self, block: str) -> AbstractContextManager[object]:
-        """Returns a context in which a block computes once more what it computes now; its hooks do not run there."""
-        return self._scope_of(block, self._sequence.state())
+    def again(self, block: str) -> Callable[[], AbstractContextManager[object]]:
+        """Returns what makes a context to compute a block in once more, as now; the block's hooks do not run there."""
+        return partial(self._scope_of, block, self._sequence.state())
 
     def remove(self) -> None:
         """Takes its hooks off the module."""

@@ -66,7 +66,8 @@ class HybridStrategy(CheckpointHooks):
     Args:
         data_parallel_replicate_size: copies of the model; ``"auto"`` is one per node.
         data_parallel_shard_size: ranks that share one copy; ``"auto"`` is what the other axes leave.
-        tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node.
+        tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node, 2 if stages share a
+            single node.
         pipeline_parallel_size: ranks that the block stack is cut over; ``"auto"`` is one per node if there are
             several, else one per device.
         context_parallel_size: ranks that share one sequence (1 in this version).
