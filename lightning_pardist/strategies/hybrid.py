@@ -283,7 +283,11 @@ class HybridStrategy(CheckpointHooks):
         if self._parallel_model.pipeline is None:
             return None
         keeps_apart = self._on_nonfinite == "skip"
-        return Pipelining(module, self._parallel_model, self._pipeline_options, self._logs, keeps_apart=keeps_apart)
+        pipelining = Pipelining(
+            module, self._parallel_model, self._pipeline_options, self._logs, keeps_apart=keeps_apart
+        )
+        pipelining.tell_actions(self._diagnosis.at_action)
+        return pipelining
 
     def _uncounted(self) -> frozenset[int]:
         """Ids of the parameters whose gradients another pipeline stage counts."""
@@ -345,14 +349,15 @@ class HybridStrategy(CheckpointHooks):
             with self.precision_plugin.train_step_context():
                 return module.training_step(*args, **kwargs)
         assert self._logs is not None
-        if self._pipelining is not None:
-            return self._pipelined_step(self._pipelining, args, kwargs)
         batch = args[0] if args else next(iter(kwargs.values()), None)
         if not self._batch_is_checked:
             check_same_batch(batch, self._meshes)
             self._batch_is_checked = True
         index = self._trainer().fit_loop.batch_idx
         self._diagnosis.compare(self._trainer(), batch, index)
+        if self._pipelining is not None:
+            with self._diagnosis.inside("the schedule", self._trainer(), index):
+                return self._pipelined_step(self._pipelining, args, kwargs)
         with (
             self._diagnosis.inside("forward", self._trainer(), index),
             self._logs.noting(batch) as noted,

@@ -130,6 +130,10 @@ class Pipelining:
         self._wants_timeline = options.timeline is not None
         self._steps = 0
 
+    def tell_actions(self, at_action: Callable[[str, int, int], None]) -> None:
+        """Has every action of later steps told before it runs: its kind, stage and micro-batch."""
+        self._runner.at_action = at_action
+
     # ---- training
 
     def forward_backward(self, step: UserStep, device: torch.device) -> StepDone:
