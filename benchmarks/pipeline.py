@@ -139,8 +139,8 @@ def report(found: list[dict[str, Any]], turns: int, steps: int) -> str:
         "",
         f"`python -m benchmarks.pipeline --turns {turns} --steps {steps}`: {SHAPE.blocks} blocks of width "
         f"{WIDTH}, {SHAPE.rows} rows of {SHAPE.length} tokens in {MICROBATCHES} micro-batches, {machine()}. "
-        "Turns of the hand-written program and of the unchanged LightningModule in a Trainer (with logging) alternate in "
-        "the same processes.",
+        "Turns of the hand-written program and of the unchanged LightningModule in a Trainer (with logging) alternate "
+        "in the same processes.",
         "",
         "| schedule | hand-written, median | ours, median | ratio | ratio of the best | idle, measured | foretold |",
         "| --- | --- | --- | --- | --- | --- | --- |",
