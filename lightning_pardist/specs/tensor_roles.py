@@ -158,6 +158,17 @@ class RegionProbe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PartialParameter:
+    """A whole parameter that is used on sharded tensors: a rank's gradient is its share of a sum."""
+
+    name: str
+    regions: tuple[int, ...]
+    """Where."""
+    is_whole_elsewhere: bool
+    """It is used on whole tensors too, so that no sum would be right."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class TensorRoles:
     """Roles derived from how data flows through one forward pass; nothing was looked up by name."""
 
@@ -171,8 +182,7 @@ class TensorRoles:
     """Parameter and bytes of every all-reduce that sharding it costs in one forward and backward pass."""
     quiet_modules: tuple[str, ...] = ()
     """Modules inside those that make the calls, whose own calls are counted apart."""
-    partial_parameters: tuple[str, ...] = ()
-    """Whole parameters that are used on sharded tensors: a rank's gradient is its share of a sum."""
+    partial_parameters: tuple[PartialParameter, ...] = ()
     unknown_functions: tuple[str, ...] = ()
     """Functions without a rule that kept something from being sharded."""
     assumptions: tuple[str, ...] = ()
