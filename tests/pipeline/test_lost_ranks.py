@@ -85,8 +85,9 @@ def test_a_killed_rank_ends_the_others_soon(
         assert results[rank] == (1, False), text
         assert float((tmp_path / f"ended-{rank}").read_text()) - died < MOST_SECONDS
         assert f"pardist: RuntimeError: rank {rank} is at pipeline rank" in text, text
-        assert "step 2, batch 2, the schedule, in or after the" in text, text
-        assert "of micro-batch" in text
+        assert "step 2, batch 2, the schedule" in text, text
+        if victim == 3:  # what it died of had been through all other stages
+            assert ", in or after the " in text and "of micro-batch" in text, text
 
 
 class Reading(Tower):
