@@ -17,7 +17,7 @@ import time
 import warnings
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,7 @@ from benchmarks.support.traffic import Traffic, control_messages, totals
 from benchmarks.support.turns import PausableRun
 from benchmarks.support.variants import RECORDED_STEP, Found, Size, Variant, build, train
 
+K = TypeVar("K")
 WARM_UP = RECORDED_STEP + 2
 """Steps before the clock counts; the recorded step is one of them."""
 
@@ -43,16 +44,22 @@ def race(entries: list[Variant], size: Size, rounds: int) -> dict[str, Any]:
     """Returns measurements by variant name; every rank must call it."""
     found = {entry: Found() for entry in entries}
     runs = {entry: PausableRun(lambda pause, entry=entry: train(entry, size, found[entry], pause)) for entry in entries}
-    seconds: dict[Variant, list[tuple[float, float]]] = {entry: [] for entry in entries}
+    seconds = take_turns(runs, WARM_UP, rounds)
+    return {entry.name: _measurements(entry, seconds[entry], found[entry]) for entry in entries}
+
+
+def take_turns(runs: dict[K, PausableRun], warm_up: int, rounds: int) -> dict[K, list[tuple[float, float]]]:
+    """Runs every run to its end, one step each per round; returns wall and processor seconds of the counted steps."""
+    seconds: dict[K, list[tuple[float, float]]] = {entry: [] for entry in runs}
     order = random.Random(7)  # the same on all ranks: they must meet in the same collectives
-    for entry in entries:
-        runs[entry].advance()  # set-up, to the first step
-    for round_ in range(-WARM_UP, rounds):
+    for run in runs.values():
+        run.advance()  # set-up, to the first step
+    for round_ in range(-warm_up, rounds):
         if round_ == 0:
             # What set-up made stays: collections then cost a variant what it makes itself, not what all others hold.
             gc.collect()
             gc.freeze()
-        for entry in order.sample(entries, len(entries)):
+        for entry in order.sample(list(runs), len(runs)):
             dist.barrier()
             start, start_cpu = time.perf_counter(), time.process_time()
             runs[entry].advance()
@@ -62,7 +69,7 @@ def race(entries: list[Variant], size: Size, rounds: int) -> dict[str, Any]:
         for run in runs.values():
             if not run.ended:
                 run.advance()
-    return {entry.name: _measurements(entry, seconds[entry], found[entry]) for entry in entries}
+    return seconds
 
 
 def _measurements(entry: Variant, seconds: list[tuple[float, float]], found: Found) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import _resolve_process_group as resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -32,9 +33,15 @@ _WHOLE_TENSOR = {
     "c10d::barrier": ("barrier", None),
     "c10d::send": ("send", 0),
     "c10d::recv_": ("receive", 0),
+    "_c10d_functional::all_reduce": ("all_reduce", 0),
+    "_c10d_functional::broadcast": ("broadcast", 0),
+    "_c10d_functional::all_gather_into_tensor": ("all_gather", 0),
+    "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
 }
 """Collective, and which argument is the whole tensor."""
-_NO_COMMUNICATION = ("_c10d_functional::wait_tensor",)
+_GATHER_OF_SHARDS = "_c10d_functional::all_gather_into_tensor"
+"""Has one shard for its argument instead."""
+_NO_COMMUNICATION = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 _PLUMBING = (
     "torch.distributed.distributed_c10d",
     "torch.distributed.c10d_logger",
@@ -141,8 +148,16 @@ def _collective(name: str, args: tuple[Any, ...]) -> Collective:
     # Anything not in the table must stop the count: a collective that is not counted makes it wrong in silence.
     kind, position = _WHOLE_TENSOR[name]
     nbytes = 0 if position is None else sum(t.numel() * t.element_size() for t in _tensors(args[position]))
-    group = next(dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
-    return Collective(kind, tuple(dist.get_process_group_ranks(group)), nbytes, _origin())
+    ranks = tuple(dist.get_process_group_ranks(_group(args)))
+    if name == _GATHER_OF_SHARDS:
+        nbytes *= len(ranks)
+    return Collective(kind, ranks, nbytes, _origin())
+
+
+def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
+    boxed = (dist.ProcessGroup.unbox(a) for a in args if isinstance(a, torch.ScriptObject) and _is_group(a))
+    # The functional collectives name their group, as the last argument.
+    return next(boxed, None) or resolve_process_group(args[-1])
 
 
 def _is_group(value: torch.ScriptObject) -> bool:
