@@ -102,7 +102,7 @@ def report(races: list[dict[str, Any]], environment: dict[str, Any]) -> str:
         + ". Ours and Lightning's log one value per step (ours the mean over ranks, theirs each rank's own); the loop "
         "in torch logs nothing.",
         "",
-        *_table(
+        *table(
             ("processes", "layout", "by", "s/step", "quartiles", "ours / this", "target", "met", "CPU, ours / this"),
             _times(races),
         ),
@@ -112,11 +112,11 @@ def report(races: list[dict[str, Any]], environment: dict[str, Any]) -> str:
         "Bytes of the whole tensors. `plan` says whether count and bytes of every kind and group, and the state bytes "
         "below, are what the plan foretold.",
         "",
-        *_table(("processes", "layout", "by", "collectives", "plan"), _traffic(races)),
+        *table(("processes", "layout", "by", "collectives", "plan"), _traffic(races)),
         "",
         "Other messages of a step (agreements and logged values, not counted above):",
         "",
-        *_table(("by", "message", "count", "bytes"), _control(races)),
+        *table(("by", "message", "count", "bytes"), _control(races)),
         "",
         "## State per rank",
         "",
@@ -124,7 +124,7 @@ def report(races: list[dict[str, Any]], environment: dict[str, Any]) -> str:
         "moments. 16/d is 16 bytes per parameter over d shards. Adam's step counters (4 bytes per parameter tensor) "
         "are counted apart.",
         "",
-        *_table(("processes", "layout", "by", "bytes", "16/d", "padding", "counters"), _states(races)),
+        *table(("processes", "layout", "by", "bytes", "16/d", "padding", "counters"), _states(races)),
         "",
         "## The same training",
         "",
@@ -194,7 +194,8 @@ def _spread(races: list[dict[str, Any]]) -> float:
     return worst
 
 
-def _table(head: Sequence[str], rows: Iterator[tuple[object, ...]]) -> list[str]:
+def table(head: Sequence[str], rows: Iterator[tuple[object, ...]]) -> list[str]:
+    """Returns the lines of a Markdown table."""
     line: Callable[[Sequence[object]], str] = lambda cells: "| " + " | ".join(str(c) for c in cells) + " |"  # noqa: E731
     return [line(head), line(["---"] * len(head)), *(line(row) for row in rows)]
 

@@ -1,1 +1,1 @@
-"""One training in the ways of many libraries. Each function is what its user must write; the report counts the lines."""
+"""One training in the ways of many libraries: each function is what its user must write, and its lines are counted."""

@@ -21,7 +21,7 @@ NOT_COUNTED = "# not counted"
 def lines_to_write(program: Callable[..., Any], one_process: Callable[..., Any]) -> list[str]:
     """Returns the lines of a program that are new or changed against another, in their order.
 
-    A deleted line counts as well, and comes with a minus before it.
+    A line that goes and has none in its place counts as well, and comes with a minus before it.
     """
     old, new = program_lines(one_process), program_lines(program)
     found = []

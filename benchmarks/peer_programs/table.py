@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
-from benchmarks.peer_programs.task import Task
+if TYPE_CHECKING:
+    from benchmarks.peer_programs.task import Task
 
 PROCESSES = {"ddp": 2, "fsdp": 2, "tp": 2, "pp": 2, "fsdp_tp": 4, "fsdp_pp": 4}
 """Layout -> processes: two on each axis."""
@@ -59,7 +61,10 @@ PROGRAMS = [
     *(Program(layout, "torch", "by_torch", layout) for layout in PROCESSES),
     _lightning("ddp", LIGHTNING, "lightning_ddp"),
     *(_lightning(layout, LIGHTNING, f"lightning_{layout}") for layout in ("fsdp", "tp", "fsdp_tp")),
-    *(Program(layout, "transformers", "by_transformers", layout, needs="accelerate") for layout in ("fsdp", "tp", "fsdp_tp")),
+    *(
+        Program(layout, "transformers", "by_transformers", layout, needs="accelerate")
+        for layout in ("fsdp", "tp", "fsdp_tp")
+    ),
     Program("pp", "transformers", "by_transformers", "pp", needs="accelerate", doubtful=True),
     Program("ddp", "accelerate", "by_accelerate", "ddp", needs="accelerate"),
     Program("fsdp", "accelerate", "by_accelerate", "fsdp", needs="accelerate", doubtful=True),

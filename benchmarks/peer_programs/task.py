@@ -92,7 +92,7 @@ class Found:
     collectives: list[Collective] = field(default_factory=list)
     state: LiveState | None = None
     growth: int = 0
-    """Most bytes that the allocator held in one step beyond what it held at the step's start."""
+    """Most bytes, taken from the allocator within one step, that were held at once."""
 
 
 @dataclass
@@ -152,7 +152,10 @@ class Task:
 
 
 class AllocationTrace:
-    """Follows what this thread's tensors take from the allocator and give back."""
+    """Follows what this thread's tensors take from the allocator, and when they give that back.
+
+    What was taken before is not followed: gradients of the step before, say, that go in this one.
+    """
 
     def __init__(self) -> None:
         self._profile = torch.autograd.profiler.profile(profile_memory=True, use_kineto=True)
