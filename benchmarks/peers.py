@@ -30,7 +30,7 @@ from benchmarks.peer_programs.table import OURS, PROCESSES, PROGRAMS, Program
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PACKAGES = ("torch", "lightning", "transformers", "accelerate", "deepspeed")
+PACKAGES = ("torch", "lightning", "transformers", "accelerate")
 
 
 def run_race(programs: Sequence[Program], rounds: int, timeout: float) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def run_race(programs: Sequence[Program], rounds: int, timeout: float) -> dict[s
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
         command += ["-m", "benchmarks.peer_programs.race", f"--out={out}", f"--rounds={rounds}", "--only"]
         command += [program.name for program in programs]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         with log.open("w") as stream:
             try:
                 subprocess.run(

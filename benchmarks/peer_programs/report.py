@@ -22,6 +22,8 @@ NOT_OFFERED = {
 }
 """What a library has no way to train; an empty cell is a way that was not tried."""
 TRIED = {
+    "deepspeed 0.19.8": "installs and imports; on CPU processes its start compiles a C++ extension, which did not end "
+    "within 200 s on a busy machine; not tried further",
     "colossalai 0.5.0": "asks for torch 2.5.1 or older; not tried further",
     "mosaicml (Composer) 0.32.1": "asks for torch older than 2.7.1; not tried further",
     "torchtitan 0.3.0": "a program that trains its own model definitions, not a library for a user's module; its "
@@ -53,7 +55,7 @@ def report(races: list[dict[str, Any]], excluded: dict[str, str], facts: dict[st
         "",
         "## Lines that a user writes or changes",
         "",
-        "Against the same program for one process: a loop in torch for torch, transformers, accelerate and DeepSpeed; "
+        "Against the same program for one process: a loop in torch for torch, transformers and accelerate; "
         "a LightningModule and a Trainer for Lightning and ours. The program counts them from the code that it runs "
         "(`benchmarks/peer_programs`), imports and the arguments of the Trainer included; lines of code as the "
         "formatter leaves them.",

@@ -68,7 +68,6 @@ PROGRAMS = [
     Program("pp", "transformers", "by_transformers", "pp", needs="accelerate", doubtful=True),
     Program("ddp", "accelerate", "by_accelerate", "ddp", needs="accelerate"),
     Program("fsdp", "accelerate", "by_accelerate", "fsdp", needs="accelerate", doubtful=True),
-    Program("fsdp", "deepspeed", "by_deepspeed", "fsdp", needs="deepspeed", doubtful=True),
     *(_lightning(layout, OURS, f"ours_{layout}") for layout in PROCESSES),
 ]
 
