@@ -12,8 +12,9 @@ from torch import nn
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.describe.blame import blame
-from lightning_pardist.describe.fake_run import Entry
+from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.profile import observe_step
+from lightning_pardist.describe.roles_blocks import stack_probes
 from lightning_pardist.describe.roles_solve import solve
 from lightning_pardist.describe.roles_trace import TraceRecorder
 from lightning_pardist.specs.tensor_roles import TensorRoles
@@ -59,4 +60,5 @@ def derive_roles(
             )
         ) from error
     roles = solve(recorders[-1].trace, type(module).__name__)
-    return replace(roles, assumptions=profile.assumptions, seconds=time.perf_counter() - started)
+    stacks = tuple(stack_probes(module, recorders[-1].trace, profile.stacks, roles))
+    return replace(roles, stack_probes=stacks, assumptions=profile.assumptions, seconds=time.perf_counter() - started)

@@ -28,12 +28,15 @@ def region_probes(trace: Trace, regions: Sequence[TensorRegion], calls: Sequence
         )
         if owner and owner in trace.module_calls and kind not in seen:
             seen.add(kind)
-            call = trace.module_calls[owner]
-            kwargs = {key: _leaf(item) for key, item in call.kwargs.items()}
-            names = tuple(p.name for index in inside for p in regions[index].parameters)
-            yield RegionProbe(
-                module=owner, regions=inside, parameters=names, args=tuple(map(_leaf, call.args)), kwargs=kwargs
-            )
+            yield region_probe(trace, owner, inside, regions)
+
+
+def region_probe(trace: Trace, owner: str, inside: tuple[int, ...], regions: Sequence[TensorRegion]) -> RegionProbe:
+    """Returns how a module was called, with the regions that lie in it as a whole."""
+    call = trace.module_calls[owner]
+    names = tuple(p.name for index in inside for p in regions[index].parameters)
+    kwargs = {key: _leaf(item) for key, item in call.kwargs.items()}
+    return RegionProbe(module=owner, regions=inside, parameters=names, args=tuple(map(_leaf, call.args)), kwargs=kwargs)
 
 
 def region_members(region: TensorRegion, calls: Sequence[ShardCall]) -> tuple[str, ...]:

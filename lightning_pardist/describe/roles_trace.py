@@ -66,6 +66,8 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     module_calls: dict[str, ModuleCall] = field(default_factory=dict)
     """Module name -> its first call."""
+    module_outputs: dict[str, Any] = field(default_factory=dict)
+    """Module name -> what its first call gave back."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     """Tensors that leave the module, for a run of its forward."""
 
@@ -103,7 +105,7 @@ class TraceRecorder(TorchFunctionMode):
             module.register_forward_hook(self._keep_outputs)
         for name, child in module.named_modules():
             child.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-            child.register_forward_hook(self._leave, always_call=True)
+            child.register_forward_hook(partial(self._leave, name), always_call=True)
         with self:
             yield
 
@@ -114,8 +116,10 @@ class TraceRecorder(TorchFunctionMode):
         if current_autograd_node() is None:
             self.trace.module_calls.setdefault(name, ModuleCall(args, dict(kwargs)))
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
         self._running.pop()
+        if current_autograd_node() is None:
+            self.trace.module_outputs.setdefault(name, output)
         self._entries.pop()
 
     def _keep_outputs(self, module: nn.Module, args: Any, output: Any) -> None:

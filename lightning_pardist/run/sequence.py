@@ -107,7 +107,7 @@ class SequenceShards:
         each, left = divmod(length, self._size)
         lengths = tuple(each + (rank < left) for rank in range(self._size))
         self._now = _Positions(dim, lengths, tuple(hidden.shape))
-        return split_for_ranks(hidden, dim, lengths, self._group)
+        return split_for_ranks(hidden, dim, lengths, self._group, self._rank)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         now, self._now = self._now, None
@@ -162,10 +162,10 @@ class SequenceShards:
         where = now.dim if dim is None else dim
         total = sum(now.lengths)
         if tensor.dim() == len(now.shape) and tensor.shape[where] == total:
-            return close_sequence(tensor, where, now.lengths, self._group)
+            return close_sequence(tensor, where, now.lengths, self._group, self._rank)
         if tensor.dim() == 2 and tensor.shape[0] == math.prod(now.shape[:-1]):
             unfolded = tensor.view(*now.shape[:-1], tensor.shape[-1])
-            flat = close_sequence(unfolded, now.dim, now.lengths, self._group).flatten(0, -2)
+            flat = close_sequence(unfolded, now.dim, now.lengths, self._group, self._rank).flatten(0, -2)
             self._flat.append(flat)
             return flat
         return None

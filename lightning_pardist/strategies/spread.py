@@ -35,6 +35,7 @@ from lightning_pardist.plan import (
     with_costs,
     with_sequence_parallel,
 )
+from lightning_pardist.plan.tensor_words import check_positions, sequence_words
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
@@ -42,13 +43,16 @@ from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.specs.tensor_plan import TensorPlan
-from lightning_pardist.specs.tensor_roles import RegionProbe
+from lightning_pardist.specs.tensor_roles import RegionProbe, StackProbe
+from lightning_pardist.specs.tensor_words import Given, Source
 from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies.first_step import FirstStep, prove_first_step
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.pipeline_staging import Staging
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample, find_sample, sample_or_evaluated
-from lightning_pardist.strategies.tensor_probe import prove_plan
+from lightning_pardist.strategies.tensor_probe import prove_plan, prove_sequence
+from lightning_pardist.strategies.tensor_styles import without_styles
 
 log = get_logger(__name__)
 _T = TypeVar("_T")
@@ -180,9 +184,14 @@ def plan_tensor_axis(
     """
     size, options = request.sizes.tensor_parallel, request.tensor
     own = getattr(module, "tensor_parallel_plan", None)
-    words = own() if callable(own) else None
+    words: dict[Source, dict[str, Given]] = {
+        "explicit": without_styles(options.plan, "explicit"),
+        "module": without_styles(own() if callable(own) else None, "module"),
+    }
+    on_positions = sequence_words(words)
+    check_positions(words, is_sharded=options.sequence_parallel or bool(on_positions))
 
-    def derive() -> tuple[TensorPlan, tuple[RegionProbe, ...]]:
+    def derive() -> tuple[TensorPlan, tuple[RegionProbe, ...], tuple[StackProbe, ...]]:
         if sample is None:
             raise ValueError(
                 message(
@@ -195,10 +204,10 @@ def plan_tensor_axis(
         batch = request.precision.convert_input(sample.batch)
         with lightning_api.transfer_hooks_of_data_module(module):
             roles = derive_roles(module, batch, entry=sample.entry, device=request.device)
-        plan = make_tensor_plan(roles, size=size, explicit=options.plan, module_plan=words)
-        return plan, roles.probes
+        plan = make_tensor_plan(roles, size=size, explicit=words["explicit"], module_plan=words["module"])
+        return plan, roles.probes, roles.stack_probes
 
-    plan, probes = _on_first_rank(derive, request.meshes)
+    plan, probes, stack_probes = _on_first_rank(derive, request.meshes)
     if plan.is_empty:
         reasons = [f"{entry.pattern}: {entry.note}" for entry in plan.entries if entry.note]
         raise ValueError(
@@ -214,7 +223,15 @@ def plan_tensor_axis(
         assert request.meshes is not None
         plan = prove_plan(module, plan, probes, request.meshes, request.device)
     plan = replace(plan, loss_parallel=options.loss_parallel)
-    return with_sequence_parallel(plan, profile) if options.sequence_parallel else plan
+    if options.sequence_parallel or on_positions:
+        plan = with_sequence_parallel(plan, profile, on_positions, everywhere=options.sequence_parallel)
+        if options.verify != "off":
+            assert request.meshes is not None
+            plan = prove_sequence(module, plan, stack_probes, request.meshes, request.device)
+    if options.verify == "full":
+        assert request.meshes is not None and sample is not None
+        plan = prove_first_step(plan, FirstStep(module, profile, sample, request.meshes, request.device))
+    return plan
 
 
 def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:

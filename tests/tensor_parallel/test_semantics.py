@@ -243,7 +243,7 @@ def test_optimizers(run_distributed: WorkerPool, run_single: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"verify": "full"}, "verify must be one of probe, off"),
+        ({"verify": "all"}, "verify must be one of probe, full, off"),
         ({"plan": "column"}, "plan must be a mapping"),
         ({"async_tensor_parallel": True}, "symmetric memory"),
         ({"sequence_parallel": "yes"}, "True or False"),

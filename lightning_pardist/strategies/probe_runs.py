@@ -1,0 +1,328 @@
+"""Runs one module on made-up inputs, whole and on the ranks' shares, forward and backward, and compares by numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.apply import TensorCutter, local_part
+from lightning_pardist.base.nested import tensors_in
+from lightning_pardist.base.words import dtype_from_word
+from lightning_pardist.describe.blame import blame
+from lightning_pardist.mesh import Meshes
+from lightning_pardist.parallel_model import ParallelModel
+from lightning_pardist.run.agree import gather_objects
+from lightning_pardist.run.tensor_gradients import PartialGradients
+from lightning_pardist.run.tensor_mode import TensorMode
+from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
+from lightning_pardist.specs.tensor_plan import TensorPlan
+from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf
+from lightning_pardist.torch_dtensor_api import local_tensor
+
+TOLERANCE = 1e-4
+"""Of the largest element: rounding of fp32 sums in another order stays two orders below, a wrong layout far above."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank saw."""
+
+    difference: float = 0.0
+    """The largest one, relative."""
+    problem: str = ""
+    """What went wrong, if anything."""
+    culprit: str = ""
+    """The first module inside that goes wrong, if that is known."""
+    skipped: str = ""
+    """Why the module could not be tried, if it could not."""
+
+
+@dataclass
+class Run:
+    """What one forward and backward pass gave."""
+
+    outputs: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor | None] = field(default_factory=list)
+    """Gradients of the inputs."""
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients by name."""
+    named: dict[str, Tensor] = field(default_factory=dict)
+    """What else must agree: logged values, buffers."""
+    inner: dict[str, Tensor] = field(default_factory=dict)
+    """First outputs of the modules inside, in the order in which they ended."""
+
+
+@dataclass(frozen=True)
+class _MadeUp:
+    """What the module is called with."""
+
+    probe: RegionProbe
+    device: torch.device
+    masks: bool = True
+    """True means "attend" to some code, "leave out" to other."""
+    numbers: int = 2
+    """Whole numbers are made below this."""
+
+
+def try_on_shares(
+    top: nn.Module, plan: TensorPlan, probe: RegionProbe, meshes: Meshes, device: torch.device
+) -> Verdict:
+    """Returns how a copy of a module with random weights does on shares; every rank must call it.
+
+    Args:
+        top: the module; it stays as it is.
+        plan: of what lies in it, with names from there.
+        probe: how it was called.
+        meshes: the live mesh.
+        device: where to run.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        torch.manual_seed(0)
+        reference = _copied(top, device)
+        watched = _between_regions(reference, plan)
+        try:
+            want, made = _reference(reference, probe, device, watched)
+        except Exception as error:  # the inputs are made up, so the module may refuse them
+            return Verdict(skipped=first_line(error))
+        model = cut_copy(reference, plan, meshes)
+        del reference
+        dry = _run_on_shares(model, made, (), dry=True)
+        # A rank with other sizes may fail alone: nobody may wait for it in a collective.
+        if any(gather_objects(isinstance(dry, str), meshes)):
+            return Verdict(problem=dry if isinstance(dry, str) else "")
+        got = _run_on_shares(model, made, watched, dry=False)
+        if isinstance(got, str):
+            return Verdict(problem=got)
+        rank = int(meshes.tensor.get_local_rank())
+        largest, problem = difference(got, want, plan, rank)
+        culprit = _first_that_differs(top, got, want, plan, rank) if problem else ""
+        return Verdict(difference=largest, problem=problem, culprit=culprit)
+
+
+def _copied(top: nn.Module, device: torch.device) -> nn.Module:
+    """Returns a copy with random weights, equal on all ranks."""
+    made = copy.deepcopy(top).eval()
+    for child in made.modules():
+        for key, parameter in child.named_parameters(recurse=False):
+            fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 0
+            fresh = torch.randn(parameter.shape, device=device) * (fan_in**-0.5 if fan_in else 0.1)
+            fresh = fresh if fan_in else fresh + (1.0 if key == "weight" else 0.0)
+            child.register_parameter(key, nn.Parameter(fresh, requires_grad=True))
+        for key, buffer in child.named_buffers(recurse=False):
+            if buffer is not None:
+                value = torch.zeros(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer
+                value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+                setattr(child, key, value.to(device))
+    return made
+
+
+def _between_regions(module: nn.Module, plan: TensorPlan) -> tuple[str, ...]:
+    """Returns the modules that work on shares of the sequence."""
+    around = [name for stack in plan.sequence_stacks for name in stack.around_regions]
+    names = [name for name, _ in module.named_modules() if name] if plan.sequence_stacks else []
+    return tuple(n for n in names if not any(n == other or n.startswith(other + ".") for other in around))
+
+
+def _reference(
+    module: nn.Module, probe: RegionProbe, device: torch.device, watched: Collection[str]
+) -> tuple[Run, _MadeUp]:
+    """Returns what the whole module gives, and for which inputs it gave numbers."""
+    refused: Exception = ValueError("its output is not finite on made-up inputs")
+    for made in (_MadeUp(probe, device), _MadeUp(probe, device, masks=False), _MadeUp(probe, device, numbers=1)):
+        torch.manual_seed(1)
+        try:
+            run = _forward_backward(module, made, watched)
+        except Exception as error:
+            refused = error
+            continue
+        if all(bool(torch.isfinite(out).all()) for out in run.outputs):
+            run.parameters = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+            module.zero_grad()
+            return run, made
+        module.zero_grad()
+    raise refused
+
+
+def _forward_backward(module: nn.Module, made: _MadeUp, watched: Collection[str]) -> Run:
+    leaves: list[Tensor] = []
+    args, kwargs = _filled(made.probe.args, made, leaves), _filled(made.probe.kwargs, made, leaves)
+    run = Run()
+    handles = [
+        module.get_submodule(name).register_forward_hook(partial(_note_inner, run.inner, name)) for name in watched
+    ]
+    try:
+        outputs = [out for out in tensors_in(module(*args, **kwargs)) if out.is_floating_point()]
+    finally:
+        for handle in handles:
+            handle.remove()
+    trained = [out for out in outputs if out.requires_grad]
+    generator = torch.Generator().manual_seed(2)
+    total = sum((out * torch.randn(out.shape, generator=generator).to(made.device)).sum() for out in trained)
+    if isinstance(total, Tensor):
+        total.backward()
+    run.outputs = [out.detach() for out in trained]
+    run.inputs = [leaf.grad for leaf in leaves]
+    return run
+
+
+def _note_inner(inner: dict[str, Tensor], name: str, module: nn.Module, args: Any, output: Any) -> None:
+    first = next((out for out in tensors_in(output) if out.is_floating_point()), None)
+    if first is not None:
+        inner.setdefault(name, first.detach())
+
+
+def _filled(value: Any, made: _MadeUp, leaves: list[Tensor]) -> Any:
+    if isinstance(value, TensorLeaf):
+        dtype = dtype_from_word(value.dtype)
+        if dtype == torch.bool:
+            return torch.full(value.shape, made.masks, device=made.device)
+        if not dtype.is_floating_point:
+            return (
+                torch.arange(math.prod(value.shape), device=made.device)
+                .remainder(made.numbers)
+                .view(value.shape)
+                .to(dtype)
+            )
+        filled = torch.randn(value.shape, device=made.device)
+        if value.requires_grad:
+            leaves.append(filled.requires_grad_())
+        return filled
+    if type(value) in (tuple, list):
+        return type(value)(_filled(item, made, leaves) for item in value)
+    if isinstance(value, Mapping):
+        return {key: _filled(item, made, leaves) for key, item in value.items()}
+    return value
+
+
+def cut_copy(module: nn.Module, plan: TensorPlan, meshes: Meshes, ignored: tuple[str, ...] = ()) -> ParallelModel:
+    """Returns a copy cut along the tensor axis, in place.
+
+    Args:
+        module: the copy.
+        plan: how.
+        meshes: the live mesh.
+        ignored: parameters that stay as they are.
+    """
+    nothing = StateBytes(parameters=0, gradients=0, optimizer=None)
+    whole = ParallelPlan(
+        module_class=type(module).__name__,
+        sizes=meshes.sizes,
+        precision=PrecisionPlan(name="32-true"),
+        data_parallel=DataParallelPlan(kind="none", zero_stage=0, ignored_parameters=ignored),
+        state_per_rank=nothing,
+        state_one_process=nothing,
+        traffic=(),
+        tensor=plan,
+    )
+    model = ParallelModel(module=module, plan=whole, meshes=meshes)
+    TensorCutter(model).cut_and_hold(model.module)
+    return model
+
+
+def _run_on_shares(model: ParallelModel, made: _MadeUp, watched: Collection[str], *, dry: bool) -> Run | str:
+    """Returns what a run gave, or what ended it; one that is dry exchanges nothing."""
+    mode = TensorMode(model, dry=dry)
+    partial_gradients = PartialGradients(model)
+    for held in model.shards:
+        held.local.grad = held.stored.grad = None
+        held.show_local()
+    try:
+        torch.manual_seed(1)
+        with mode.step():
+            run = _forward_backward(model.module, made, watched)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}, at {blame(error)}"
+    finally:
+        mode.remove()
+        for held in model.shards:
+            held.show_stored()
+    if not dry:
+        for held in model.shards:
+            held.publish_gradient()
+        partial_gradients.end_window()
+        named = model.module.named_parameters()
+        run.parameters = {n: local_tensor(p.grad) for n, p in named if p.grad is not None}
+    return run
+
+
+def difference(got: Run, want: Run, plan: TensorPlan, rank: int) -> tuple[float, str]:
+    """Returns the largest relative difference, and what is wrong, if anything.
+
+    Args:
+        got: of a run on this rank's shares.
+        want: of the same run on the whole module.
+        plan: how it was cut.
+        rank: on the tensor axis.
+    """
+    layouts = {layout.parameter: layout for layout in plan.layouts}
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
+    pairs += [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(got.outputs, want.outputs))]
+    pairs += [(f"the gradient of input {i}", a, b) for i, (a, b) in enumerate(zip(got.inputs, want.inputs))]
+    pairs += [(name, got.named.get(name), want.named.get(name)) for name in want.named.keys() | got.named.keys()]
+    for name, whole in want.parameters.items():
+        mine = local_part(whole, layouts[name], rank) if name in layouts else whole
+        pairs.append((f"the gradient of {name}", got.parameters.get(name), mine))
+    largest = 0.0
+    for what, ours, expected in pairs:
+        if ours is None or expected is None:
+            if (ours is None) != (expected is None):
+                return largest, f"{what} exists on one side only"
+            continue
+        if ours.shape != expected.shape:
+            return largest, f"{what} has the shape {tuple(ours.shape)}, not {tuple(expected.shape)}"
+        if not ours.numel():
+            continue
+        error = _error(ours, expected, _scale(expected, want, what))
+        largest = max(largest, error)
+        if not error <= TOLERANCE:
+            return largest, f"{what} is off by {error:.1e} of its largest element"
+    return largest, ""
+
+
+def _error(ours: Tensor, expected: Tensor, scale: float) -> float:
+    return float((ours - expected).abs().max()) / scale if scale else 0.0
+
+
+def _scale(expected: Tensor, want: Run, what: str) -> float:
+    """Returns what an error is measured against; a gradient that is zero but for rounding against the largest one."""
+    own = float(expected.abs().max())
+    if not what.startswith("the gradient of") or not want.parameters:
+        return own
+    return max(own, max(float(g.abs().max()) for g in want.parameters.values()) / 100)
+
+
+def _first_that_differs(top: nn.Module, got: Run, want: Run, plan: TensorPlan, rank: int) -> str:
+    """Returns which module is the first to give other values for its positions, if one does."""
+    for name, ours in got.inner.items():
+        if name not in want.inner:
+            continue
+        mine = _positions_of_rank(want.inner[name], ours.shape, plan.size, rank)
+        kind = type(top.get_submodule(name)).__name__
+        if mine is None:
+            return f"{name} ({kind}) is the first to give another shape"
+        if not _error(ours, mine, float(mine.abs().max())) <= TOLERANCE:
+            return f"{name} ({kind}) is the first to give other values"
+    return ""
+
+
+def _positions_of_rank(whole: Tensor, shape: torch.Size, size: int, rank: int) -> Tensor | None:
+    """Returns the rank's part of the one dim that differs, None if that is not what differs."""
+    if whole.dim() != len(shape):
+        return None
+    for dim in (d for d in range(whole.dim()) if whole.shape[d] != shape[d]):
+        each, left = divmod(whole.shape[dim], size)
+        whole = whole.narrow(dim, each * rank + min(rank, left), each + (rank < left))
+    return whole if whole.shape == shape else None
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
