@@ -254,17 +254,6 @@ def test_options_that_cannot_be(given: dict[str, Any], words: str) -> None:
         TensorOptions(**given)
 
 
-def manual() -> None:
-    module = MODELS["fused split"]()
-    module.automatic_optimization = False
-    trainer_of({"tensor_parallel_size": 2}).fit(module, batches({"tensor_parallel_size": 2}))
-
-
-def test_manual_optimization_is_refused(run_distributed: WorkerPool) -> None:
-    with pytest.raises(ValueError, match=r"(?s)needs automatic optimization.*Got: GPT.*Change"):
-        run_distributed(manual)
-
-
 def test_combinations_that_are_not_there() -> None:
     with pytest.raises(ValueError, match=r"(?s)not over both.*Got.*Change"):
         HybridStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
