@@ -46,14 +46,15 @@ class Training:
         if live.meshes is None:
             with step.context():
                 return step.run(live.module)
-        if live.pipelining is not None:
-            return self._pipelined(live.pipelining, step)
         if not self._batch_is_checked:
             check_same_batch(step.batch, live.meshes)
             self._batch_is_checked = True
         trainer = self._trainer()
         index = trainer.fit_loop.batch_idx
         live.diagnosis.compare(trainer, step.batch, index)
+        if live.pipelining is not None:
+            with live.diagnosis.inside("the schedule", trainer, index):
+                return self._pipelined(live.pipelining, step)
         with live.diagnosis.inside("forward", trainer, index), live.logs.noting(step.batch) as noted, step.context():
             output = live.runner.forward(lambda: step.run(live.module))
         with live.diagnosis.inside("the agreement after forward", trainer, index):
@@ -82,7 +83,8 @@ class Training:
         else:
             loss = live.runner.loss_to_backward(precision.pre_backward(closure_loss, live.module))
             with live.diagnosis.inside("backward", self._trainer()):
-                run(loss)
+                with live.runner.backward():
+                    run(loss)
                 live.runner.after_backward()
         self._guard.saw_backward()
         loss = precision.post_backward(loss, live.module)
