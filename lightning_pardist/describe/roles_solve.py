@@ -148,7 +148,7 @@ class _Assembler:
             exchanges=tuple(exchanges(self._trace, weights)),
             quiet_modules=quiet_modules(self._trace, calls),
             partial_parameters=tuple(partial_parameters(self._trace, self._sharing, self._state)),
-            unknown_functions=tuple(self._state.unknown),
+            unknown_functions=tuple((n, self._trace.module_of(event)) for n, event in self._state.unknown.items()),
         )
 
     def _is_weight(self, name: str) -> bool:

@@ -220,8 +220,12 @@ def _notes(fits: Iterable[RegionFit], decisions: Iterable[_Decision], roles: Ten
     alone = [d for d in decisions if d.role in _INSIDE and d.weight.region is None]
     for name in dict.fromkeys(collapsed(d.weight.name) for d in alone):
         yield f"{name}: taken at the word given for it; the probe does not reach it, verify='full' does"
-    if roles.unknown_functions:
-        yield "functions without a rule kept something whole: " + ", ".join(roles.unknown_functions)
+    for name, module in roles.unknown_functions:
+        yield (
+            f"{name} in {module or roles.module_class} has no rule for shares, so what it meets is whole: "
+            "leave it so, write it with functions of torch that have one, or name the layers around it in "
+            "TensorOptions(plan=...) and let verify='full' try them"
+        )
 
 
 def _spread(shards: Sequence[int]) -> str:

@@ -194,8 +194,8 @@ class TensorRoles:
     quiet_modules: tuple[str, ...] = ()
     """Modules inside those that make the calls, whose own calls are counted apart."""
     partial_parameters: tuple[PartialParameter, ...] = ()
-    unknown_functions: tuple[str, ...] = ()
-    """Functions without a rule that kept something from being sharded."""
+    unknown_functions: tuple[tuple[str, str], ...] = ()
+    """Functions without a rule that kept something from being sharded, with the module that calls them."""
     assumptions: tuple[str, ...] = ()
     """What the fake run took for granted."""
     region_members: tuple[tuple[str, ...], ...] = ()

@@ -61,6 +61,7 @@ def prove_first_step(plan: TensorPlan, step: FirstStep) -> TensorPlan:
     Raises:
         ValueError: on all ranks, if the step computes something else on shares, or the whole one does not fit.
     """
+    _check_stages(step)
     _check_random_numbers(plan)
     _check_memory(plan, step)
     with keep_rng_state(), torch.enable_grad(), torch.autocast(step.device.type, enabled=False), NoDropout():
@@ -191,6 +192,19 @@ def _with_common_batch(step: FirstStep) -> FirstStep:
             )
         )
     return replace(step, sample=Sample(pickle.loads(data), step.sample.entry))
+
+
+def _check_stages(step: FirstStep) -> None:
+    stages = step.meshes.sizes.pipeline_parallel
+    if stages > 1:
+        raise ValueError(
+            message(
+                "TensorOptions(verify='full') runs the whole module on every rank, before it is cut into stages.",
+                got=f"verify='full', pipeline_parallel_size={stages}",
+                source="the strategy's arguments",
+                change="use TensorOptions(verify='probe'), or try the tensor axis without a pipeline once",
+            )
+        )
 
 
 def _check_random_numbers(plan: TensorPlan) -> None:

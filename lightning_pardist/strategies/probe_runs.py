@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from lightning_pardist.apply import TensorCutter, local_part
 from lightning_pardist.base.nested import tensors_in
-from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel
@@ -23,7 +22,8 @@ from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
 from lightning_pardist.specs.tensor_plan import TensorPlan
-from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf
+from lightning_pardist.specs.tensor_roles import RegionProbe
+from lightning_pardist.strategies.probe_inputs import MadeUp, candidates
 from lightning_pardist.torch_dtensor_api import local_tensor
 
 TOLERANCE = 1e-4
@@ -57,18 +57,6 @@ class Run:
     """What else must agree: logged values, buffers."""
     inner: dict[str, Tensor] = field(default_factory=dict)
     """First outputs of the modules inside, in the order in which they ended."""
-
-
-@dataclass(frozen=True)
-class _MadeUp:
-    """What the module is called with."""
-
-    probe: RegionProbe
-    device: torch.device
-    masks: bool = True
-    """True means "attend" to some code, "leave out" to other."""
-    numbers: int = 2
-    """Whole numbers are made below this."""
 
 
 def try_on_shares(
@@ -133,14 +121,14 @@ def _between_regions(module: nn.Module, plan: TensorPlan) -> tuple[str, ...]:
 
 def _reference(
     module: nn.Module, probe: RegionProbe, device: torch.device, watched: Collection[str]
-) -> tuple[Run, _MadeUp]:
+) -> tuple[Run, MadeUp]:
     """Returns what the whole module gives, and for which inputs it gave numbers."""
     refused: Exception = ValueError("its output is not finite on made-up inputs")
-    for made in (_MadeUp(probe, device), _MadeUp(probe, device, masks=False), _MadeUp(probe, device, numbers=1)):
+    for made in candidates(probe, device):
         torch.manual_seed(1)
         try:
             run = _forward_backward(module, made, watched)
-        except Exception as error:
+        except Exception as error:  # the inputs are made up, so the module may refuse them
             refused = error
             continue
         if all(bool(torch.isfinite(out).all()) for out in run.outputs):
@@ -151,9 +139,8 @@ def _reference(
     raise refused
 
 
-def _forward_backward(module: nn.Module, made: _MadeUp, watched: Collection[str]) -> Run:
-    leaves: list[Tensor] = []
-    args, kwargs = _filled(made.probe.args, made, leaves), _filled(made.probe.kwargs, made, leaves)
+def _forward_backward(module: nn.Module, made: MadeUp, watched: Collection[str]) -> Run:
+    args, kwargs, leaves = made.call()
     run = Run()
     handles = [
         module.get_submodule(name).register_forward_hook(partial(_note_inner, run.inner, name)) for name in watched
@@ -177,29 +164,6 @@ def _note_inner(inner: dict[str, Tensor], name: str, module: nn.Module, args: An
     first = next((out for out in tensors_in(output) if out.is_floating_point()), None)
     if first is not None:
         inner.setdefault(name, first.detach())
-
-
-def _filled(value: Any, made: _MadeUp, leaves: list[Tensor]) -> Any:
-    if isinstance(value, TensorLeaf):
-        dtype = dtype_from_word(value.dtype)
-        if dtype == torch.bool:
-            return torch.full(value.shape, made.masks, device=made.device)
-        if not dtype.is_floating_point:
-            return (
-                torch.arange(math.prod(value.shape), device=made.device)
-                .remainder(made.numbers)
-                .view(value.shape)
-                .to(dtype)
-            )
-        filled = torch.randn(value.shape, device=made.device)
-        if value.requires_grad:
-            leaves.append(filled.requires_grad_())
-        return filled
-    if type(value) in (tuple, list):
-        return type(value)(_filled(item, made, leaves) for item in value)
-    if isinstance(value, Mapping):
-        return {key: _filled(item, made, leaves) for key, item in value.items()}
-    return value
 
 
 def cut_copy(module: nn.Module, plan: TensorPlan, meshes: Meshes, ignored: tuple[str, ...] = ()) -> ParallelModel:
@@ -227,7 +191,7 @@ def cut_copy(module: nn.Module, plan: TensorPlan, meshes: Meshes, ignored: tuple
     return model
 
 
-def _run_on_shares(model: ParallelModel, made: _MadeUp, watched: Collection[str], *, dry: bool) -> Run | str:
+def _run_on_shares(model: ParallelModel, made: MadeUp, watched: Collection[str], *, dry: bool) -> Run | str:
     """Returns what a run gave, or what ended it; one that is dry exchanges nothing."""
     mode = TensorMode(model, dry=dry)
     partial_gradients = PartialGradients(model)
