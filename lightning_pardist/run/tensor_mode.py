@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist import torch_dist_api
-from lightning_pardist.base.function_names import function_name
+from lightning_pardist.base.function_names import CONTRACTIONS, function_name
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
 from lightning_pardist.run.sequence import SequenceShards
@@ -30,7 +30,6 @@ from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
 from lightning_pardist.specs.tensor_roles import ShardCall, TensorLayout, TensorPlan, TensorRole
 
-_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
 _BIASED = frozenset(["addmm", "baddbmm"])
 _INPUTS_KEPT = 4
 """Inputs of open regions whose copy is shared by all layers that open one (queries, keys and values; gate and up)."""
@@ -193,7 +192,7 @@ class TensorMode(TorchFunctionMode):
         if name is None:
             name = self._names[func] = function_name(func)
         call = self._counted(name)
-        if name in _LINEAR:
+        if name in CONTRACTIONS:
             found = self._weight_of(args, kwargs)
             if found is not None:
                 return self._linear(name, func, args, dict(kwargs), found)

@@ -39,9 +39,9 @@ class WeightRole:
     """Why it is replicated; empty otherwise."""
 
 
-TermKind = Literal["whole", "unit", "sub"]
+TermKind = Literal["whole", "unit", "sub", "times"]
 """How a stretch of a dim is shared: not at all, by the region's units, or by what a unit holds several of (the query
-heads of one key-value head) where there are fewer units than ranks."""
+heads of one key-value head) where there are fewer units than ranks. ``times`` is the number of these for one unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -251,6 +251,8 @@ class RegionShare:
         """Returns how much of a stretch a rank holds."""
         if kind == "whole":
             return length
+        if kind == "times":
+            return length // self.copies
         per_unit = length // self.units
         return per_unit * self.shares[rank] // (self.copies if kind == "sub" else 1)
 
