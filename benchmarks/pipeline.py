@@ -5,6 +5,9 @@ optimizer; no Lightning, no logging. Both train the same model on the same data 
 the same processes, some steps each, so that a busy machine slows both alike; medians of the turns are compared. Beside
 it the measured idle share.
 
+Then the balance of stages with a heavy head: what the planner counts and what a step measures, split by cost and by
+number of blocks.
+
     python benchmarks/pipeline.py [--turns 6] [--steps 8] [--write benchmarks/results/pipeline.md]
 """
 
@@ -34,6 +37,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pardist import HybridStrategy, PipelineOptions
 
 VOCABULARY, LENGTH, WIDTH, BLOCKS, ROWS, MICROBATCHES = 512, 64, 192, 8, 16, 8
+HEAVY = 4 * 1216  # two blocks' cost: 12 WIDTH^2 weights and the attention's products each
 SCHEDULES = {"1f1b": (Schedule1F1B, 1), "interleaved_1f1b": (ScheduleInterleaved1F1B, 2)}
 
 
@@ -52,11 +56,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.embedding, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.embedding, self.positions = nn.Embedding(vocabulary, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.ModuleList([Block() for _ in range(BLOCKS)])
-        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens) + self.positions(torch.arange(tokens.shape[1]))
@@ -68,9 +72,9 @@ class GPT(nn.Module):
 class LitGPT(L.LightningModule):
     """What a user writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, vocabulary: int = VOCABULARY) -> None:
         super().__init__()
-        self.model = GPT()
+        self.model = GPT(vocabulary)
 
     def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.model(batch[0]).flatten(0, 1), batch[1].flatten())
@@ -149,8 +153,8 @@ def data(rows: int) -> TensorDataset:
     return TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
 
 
-def trainer(schedule: str, steps: int, clock: Clock, timeline: str | None = None) -> L.Trainer:
-    options = PipelineOptions(schedule=schedule, num_microbatches=MICROBATCHES, timeline=timeline)
+def trainer(schedule: str, steps: int, clock: Clock, timeline: str | None = None, split: Any = "auto") -> L.Trainer:
+    options = PipelineOptions(schedule=schedule, num_microbatches=MICROBATCHES, timeline=timeline, split=split)
     return L.Trainer(
         strategy=HybridStrategy(pipeline_parallel_size=2, pipeline=options, print_plan=False),
         accelerator="cpu", devices=2, max_steps=steps + 2, callbacks=[clock], logger=False,
@@ -179,16 +183,37 @@ def race(schedule: str, turns: int, steps: int) -> dict[str, Any]:
         times["ours"] += clock.times
     medians = {name: statistics.median(found) for name, found in times.items()}
     best = {name: min(found) for name, found in times.items()}
-    with tempfile.TemporaryDirectory() as folder:
-        path = os.path.join(folder, "step.json")
-        trainer(schedule, 4, Clock(), path).fit(LitGPT(), DataLoader(data(ROWS * 6), batch_size=ROWS))
-        events = json.loads(Path(path).read_text())["traceEvents"] if dist.get_rank() == 0 else []
+    events, _ = timeline(schedule, LitGPT())
     idle = 0.0
     if events:
         length = max(e["ts"] + e["dur"] for e in events) - min(e["ts"] for e in events)
         idle = 1 - sum(e["dur"] for e in events) / (2 * length)
     return {"schedule": schedule, "median": medians, "best": best, "idle": idle, "foretold": plan.idle_share,
             "balance": plan.balance}  # fmt: skip
+
+
+def timeline(schedule: str, module: LitGPT, split: Any = "auto") -> tuple[list[dict[str, Any]], Any]:
+    """Returns the actions of one step with their times, on rank 0, and the plan."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "step.json")
+        run = trainer(schedule, 4, Clock(), path, split)
+        run.fit(module, DataLoader(data(ROWS * 6), batch_size=ROWS))
+        events = json.loads(Path(path).read_text())["traceEvents"] if dist.get_rank() == 0 else []
+    return events, run.strategy.plan.pipeline
+
+
+def balance(turns: int) -> list[dict[str, Any]]:
+    """Dearest stage over the mean, counted and measured, for a vocabulary of two blocks' cost."""
+    rows = []
+    for name, split in (("by cost", "auto"), ("by number of blocks", [BLOCKS // 2, BLOCKS // 2])):
+        measured, plan = [], None
+        for _ in range(turns):
+            events, plan = timeline("1f1b", LitGPT(HEAVY), split)
+            busy = [sum(e["dur"] for e in events if e["name"][0] == str(stage)) for stage in range(2)]
+            measured.append(2 * max(busy) / max(sum(busy), 1))
+        blocks = [len(stage.blocks) for stage in plan.stages]
+        rows.append({"split": name, "blocks": blocks, "counted": plan.balance, "measured": statistics.median(measured)})
+    return rows
 
 
 def worker(rank: int, store: str, turns: int, steps: int, queue: Any) -> None:
@@ -198,14 +223,14 @@ def worker(rank: int, store: str, turns: int, steps: int, queue: Any) -> None:
     os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
                       MASTER_PORT="0", NODE_RANK="0")  # fmt: skip
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
-    found = [race(schedule, turns, steps) for schedule in SCHEDULES]
+    found = [race(schedule, turns, steps) for schedule in SCHEDULES], balance(turns)
     if rank == 0:
         queue.put(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def report(found: list[dict[str, Any]], turns: int, steps: int) -> str:
+def report(found: list[dict[str, Any]], balances: list[dict[str, Any]], turns: int, steps: int) -> str:
     lines = [
         "# Pipeline",
         "",
@@ -225,6 +250,17 @@ def report(found: list[dict[str, Any]], turns: int, steps: int) -> str:
             f"{100 * row['idle']:.1f} % | {100 * row['foretold']:.1f} % |"
         )
     lines += ["", "Measured idle time holds communication over gloo, and whatever else ran on the machine.", ""]
+    lines += [
+        f"Stages of the same model with a vocabulary of {HEAVY}, whose head costs about two blocks: the dearest of two "
+        "stages over the mean, in FLOPs and in measured time (median of the turns).",
+        "",
+        "| split | blocks | counted | measured |",
+        "| --- | --- | --- | --- |",
+    ]
+    for row in balances:
+        words = " + ".join(map(str, row["blocks"]))
+        lines.append(f"| {row['split']} | {words} | {row['counted']:.3f} | {row['measured']:.3f} |")
+    lines.append("")
     return "\n".join(lines)
 
 
@@ -246,7 +282,7 @@ def main() -> None:
         found = queue.get(timeout=1200)
         for process in processes:
             process.join(60)
-    text = report(found, chosen.turns, chosen.steps)
+    text = report(*found, chosen.turns, chosen.steps)
     print(text)
     if chosen.write:
         chosen.write.write_text(text, encoding="utf-8")

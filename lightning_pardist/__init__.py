@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lightning_pardist.strategies.batches import data_parallel_rank_and_size
     from lightning_pardist.strategies.estimating import estimate
     from lightning_pardist.strategies.hybrid import HybridStrategy
-    from lightning_pardist.torch_dist_api import whole_tensor
+    from lightning_pardist.torch_dtensor_api import whole_tensor
 
 __all__ = [
     "HybridStrategy",
@@ -53,7 +53,7 @@ _HOME = {
     "ModelProfile": "lightning_pardist.specs.model_profile",
     "profile_model": "lightning_pardist.describe",
     "TensorOptions": "lightning_pardist.specs.tensor_options",
-    "whole_tensor": "lightning_pardist.torch_dist_api",
+    "whole_tensor": "lightning_pardist.torch_dtensor_api",
     "estimate": "lightning_pardist.strategies.estimating",
     "data_parallel_rank_and_size": "lightning_pardist.strategies.batches",
     "ParallelThroughput": "lightning_pardist.callbacks",

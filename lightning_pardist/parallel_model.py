@@ -12,7 +12,7 @@ from lightning_pardist.mesh import Meshes
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.pipeline_plan import PipelinePlan
-from lightning_pardist.torch_dist_api import as_dtensor, local_tensor
+from lightning_pardist.torch_dtensor_api import as_dtensor, local_tensor
 
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel

@@ -25,7 +25,7 @@ from torchmetrics import MeanMetric
 from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_pardist import HybridStrategy
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 WIDTH, CLASSES, ROWS, STEPS = 8, 4, 8, 3
 

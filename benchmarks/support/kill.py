@@ -30,7 +30,7 @@ from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 
 RANKS, STEPS, WIDTH = 2, 12, 128
 KILL_AFTER_S = 0.1
-"""A rank is killed within so many seconds of a random entry of the journal; a step with its saves takes about that long.
+"""A rank is killed within so many seconds of a random entry of the journal: about what a step with its saves takes.
 
 The moment goes by what the run has done: a clock would miss the run on a quick machine, and its end on a busy one.
 """

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from lightning_pardist.torch_dist_api import fsdp_parameters, local_tensor
+from lightning_pardist.torch_dist_api import fsdp_parameters
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 
 @dataclass(frozen=True)

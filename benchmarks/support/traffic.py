@@ -30,6 +30,8 @@ _WHOLE_TENSOR = {
     "c10d::_reduce_scatter_base_": ("reduce_scatter", 1),
     "c10d::broadcast_": ("broadcast", 0),
     "c10d::barrier": ("barrier", None),
+    "c10d::send": ("send", 0),
+    "c10d::recv_": ("receive", 0),
 }
 """Collective, and which argument is the whole tensor."""
 _NO_COMMUNICATION = ("_c10d_functional::wait_tensor",)
@@ -44,7 +46,13 @@ _PLUMBING = (
     __name__,
 )
 """Frames between a collective and the code that asked for it."""
-_CONTROL = ("lightning.", "lightning_pardist.run.agree", "lightning_pardist.strategies.")
+_CONTROL = (
+    "lightning.",
+    "lightning_pardist.run.agree",
+    "lightning_pardist.run.pipeline",
+    "lightning_pardist.strategies.",
+)
+_STAGES = "torch.distributed.pipelining."
 _CLIP = "lightning_pardist.run.clip"
 
 
@@ -61,9 +69,11 @@ class Collective:
 
     @property
     def plane(self) -> str:
-        """``data``: parameters and gradients; ``clip``: the norm; ``control``: agreements and logged values."""
+        """``data``: parameters and gradients; ``clip``: the norm; ``stages``: over cuts; ``control``: the rest."""
         if self.origin == _CLIP:
             return "clip"
+        if self.origin.startswith(_STAGES):
+            return "stages"
         return "control" if self.origin.startswith(_CONTROL) else "data"
 
 

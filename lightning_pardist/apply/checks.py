@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from lightning_pardist.base.errors import message
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.specs.parallel_plan import ParallelPlan
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 _T = TypeVar("_T")
 

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pardist.parallel_model import HeldShard, ParallelModel
-from lightning_pardist.specs.tensor_roles import TensorLayout
-from lightning_pardist.torch_dist_api import UnitShard, local_tensor, placed
+from lightning_pardist.specs.tensor_plan import TensorLayout
+from lightning_pardist.torch_dtensor_api import UnitShard, local_tensor, placed
 
 
 class TensorCutter:

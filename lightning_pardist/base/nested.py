@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -67,6 +67,30 @@ def leaves(value: Any) -> Iterator[Any]:
         return
     for part in parts:
         yield from leaves(part)
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in the arguments or results of a call, in order.
+
+    Containers are lists, tuples and mappings here; of anything else nothing is looked into, see ``tensors_of``.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item)
+
+
+def map_arguments(function: Callable[[Any], Any], value: Any) -> Any:
+    """Returns the arguments of a call with ``function`` applied to everything in their lists, tuples and dicts."""
+    if isinstance(value, (tuple, list)):
+        return type(value)([map_arguments(function, item) for item in value])
+    if isinstance(value, dict):
+        return {key: map_arguments(function, item) for key, item in value.items()}
+    return function(value)
 
 
 def _attributes(value: Any) -> list[str] | None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lightning_pardist.base.errors import message
-from lightning_pardist.checkpoint.sources import Info, Source
+from lightning_pardist.checkpoint.source import Info, Source
 from lightning_pardist.checkpoint.state import MODEL
 from lightning_pardist.checkpoint.storage import open_storage
 from lightning_pardist.checkpoint.tools import nbytes_of, open_for_reading, progress_bar

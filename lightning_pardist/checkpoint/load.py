@@ -12,14 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_pardist import torch_dist_api
+from lightning_pardist import torch_dtensor_api
 from lightning_pardist.base.errors import message
 from lightning_pardist.checkpoint import names, objects
 from lightning_pardist.checkpoint.exchange import Exchange, ToAll
 from lightning_pardist.checkpoint.manifest import Manifest
 from lightning_pardist.checkpoint.pieces import Entry, entry_of
 from lightning_pardist.checkpoint.restore import OptimizerRestore
-from lightning_pardist.checkpoint.sources import ShardedSource, Source, open_source
+from lightning_pardist.checkpoint.source import Source
+from lightning_pardist.checkpoint.sources import ShardedSource, open_source
 from lightning_pardist.checkpoint.state import (
     MODEL,
     TrainState,
@@ -306,7 +307,7 @@ def _names_by_id(state: TrainState, source: Source) -> dict[int, list[str]]:
 
 
 def _address(tensor: Tensor) -> int:
-    return torch_dist_api.local_tensor(tensor.detach()).data_ptr()
+    return torch_dtensor_api.local_tensor(tensor.detach()).data_ptr()
 
 
 def _listed(names_: list[str]) -> str:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from lightning_pardist import torch_dist_api
+from lightning_pardist import torch_dtensor_api
 from lightning_pardist.base.errors import message
 
 Run = tuple[int, int]
@@ -71,7 +71,7 @@ def entry_of(name: str, tensor: Tensor, *, lowest_rank_writes: bool = False) -> 
                 change="redistribute it to Replicate() or Shard(dim) before the save",
             )
         )
-    local = torch_dist_api.local_tensor(tensor.detach())
+    local = torch_dtensor_api.local_tensor(tensor.detach())
     if math.prod(shape) == 0:
         entry.pieces.append(Piece((0,) * len(shape), local.new_empty(shape)))
         return entry
@@ -93,11 +93,11 @@ def held_runs(shape: Sequence[int], tensor: DTensor) -> list[list[Run]] | None:
     runs: list[list[Run]] = [[(0, size)] if size else [] for size in shape]
     unit_dims = set()
     for axis, placement in enumerate(tensor.placements):
-        if isinstance(placement, torch_dist_api.UnitShard):  # acts before the others, see there
+        if isinstance(placement, torch_dtensor_api.UnitShard):  # acts before the others, see there
             runs[placement.dim] = _joined(list(placement.stretches[coordinate[axis]]))
             unit_dims.add(placement.dim)
     for axis, placement in enumerate(tensor.placements):
-        if placement.is_replicate() or isinstance(placement, torch_dist_api.UnitShard):
+        if placement.is_replicate() or isinstance(placement, torch_dtensor_api.UnitShard):
             continue
         dim = placement.dim  # type: ignore[attr-defined]
         parts = _chunk(runs[dim], 1 if dim in unit_dims else getattr(placement, "split_factor", 1))

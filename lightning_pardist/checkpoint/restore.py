@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.checkpoint.pieces import Entry, entry_of
-from lightning_pardist.checkpoint.sources import Info
+from lightning_pardist.checkpoint.source import Info
 from lightning_pardist.checkpoint.state import OPTIMIZER, named_group
 
 

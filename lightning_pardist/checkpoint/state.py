@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from lightning_pardist import torch_dist_api
+from lightning_pardist import torch_dist_api, torch_dtensor_api
 from lightning_pardist.base.errors import message
 from lightning_pardist.checkpoint import names
 from lightning_pardist.checkpoint.pieces import Entry, entry_of
@@ -191,7 +191,7 @@ def _check_state(where: str, key: object, value: object, parameter: Tensor) -> N
 def _is_local_shard(value: Tensor, parameter: Tensor) -> bool:
     if isinstance(value, DTensor) or not isinstance(parameter, DTensor) or value.dim() == 0:
         return False
-    local = torch_dist_api.local_tensor(parameter)
+    local = torch_dtensor_api.local_tensor(parameter)
     return value.shape == local.shape and value.shape != parameter.shape
 
 

@@ -14,7 +14,8 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.checkpoint import manifest
 from lightning_pardist.checkpoint.full import lightning_checkpoint
 from lightning_pardist.checkpoint.manifest import Manifest
-from lightning_pardist.checkpoint.sources import Info, ShardedSource, Source, open_source
+from lightning_pardist.checkpoint.source import Info, Source
+from lightning_pardist.checkpoint.sources import ShardedSource, open_source
 from lightning_pardist.checkpoint.state import MODEL
 from lightning_pardist.checkpoint.storage import open_storage
 from lightning_pardist.checkpoint.tensor_file import placeholder, write_streaming

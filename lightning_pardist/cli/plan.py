@@ -20,7 +20,7 @@ from lightning_pardist.plan import format_plan
 from lightning_pardist.plan.estimate import FILL, Cluster
 from lightning_pardist.specs.block_levers import RecomputeOptions
 from lightning_pardist.specs.config import ParallelConfig
-from lightning_pardist.specs.estimate import Device, parse_device
+from lightning_pardist.specs.device import Device, parse_device
 from lightning_pardist.strategies.estimating import PRECISIONS, Estimator, config_from
 from lightning_pardist.strategies.hybrid import HybridStrategy
 from lightning_pardist.strategies.optimizers import state_bytes_per_element

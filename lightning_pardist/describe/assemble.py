@@ -9,12 +9,13 @@ from functools import partial
 from torch import nn
 
 from lightning_pardist.describe.record import Call, SeenTensor, Segment, StepRecorder
-from lightning_pardist.describe.stacks import BlockRun, Stack
+from lightning_pardist.describe.stacks import BlockRun, Stack, find_stacks
 from lightning_pardist.specs.model_profile import (
     BETWEEN,
     PREFIX,
     SUFFIX,
     BlockProfile,
+    ModelProfile,
     ParameterProfile,
     PhaseCost,
     StackProfile,
@@ -40,6 +41,32 @@ def block_runs(recorder: StepRecorder) -> dict[str, BlockRun]:
 def _depends_on(depends: int, earlier: BlockRun) -> bool:
     inside_earlier = ((1 << (earlier.end - earlier.start + 1)) - 1) << earlier.start
     return bool(depends & inside_earlier)
+
+
+def assemble_profile(module: nn.Module, recorder: StepRecorder | None, reason: str | None) -> ModelProfile:
+    """Returns the profile.
+
+    Args:
+        module: the original, for a step may leave ``requires_grad`` of the copy's parameters toggled.
+        recorder: the notes, or None if there was no run.
+        reason: why there was no run, or none that finished.
+    """
+    stacks = find_stacks(module, None if recorder is None else block_runs(recorder))
+    assembler = Assembler(module, recorder, stacks)
+    costs = assembler.costs()
+    buffers = {id(buffer): buffer for buffer in module.buffers()}
+    return ModelProfile(
+        module_class=type(module).__name__,
+        source="module_tree" if recorder is None else "fake_run",
+        fallback_reason=reason,
+        parameters=assembler.parameters(),
+        buffer_bytes=sum(buffer.numel() * buffer.element_size() for buffer in buffers.values()),
+        stacks=assembler.stacks(),
+        prefix=costs.get(PREFIX, PhaseCost()),
+        between=costs.get(BETWEEN, PhaseCost()),
+        suffix=costs.get(SUFFIX, PhaseCost()),
+        called_modules=tuple(recorder.called_modules) if recorder else None,
+    )
 
 
 class Assembler:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_pardist.base.nested import map_leaves, tensors_of
+from lightning_pardist.base.nested import map_leaves, tensors_in, tensors_of
 from lightning_pardist.base.torch_api import (
     TorchDispatchMode,
     argument_named,
@@ -26,7 +26,6 @@ from lightning_pardist.base.torch_api import (
     storage_key,
     written_arguments,
 )
-from lightning_pardist.describe.known_values import tensors_in
 from lightning_pardist.specs.pipeline_plan import Dataflow, Leaf, Needs, Outputs, Value
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size, Enum)

@@ -7,11 +7,12 @@ until a value is asked for, and then for real, on the CPU, without touching the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lightning_pardist.base.nested import map_arguments, tensors_in
 from lightning_pardist.base.torch_api import (
     FakeTensor,
     FakeTensorMode,
@@ -49,7 +50,7 @@ class Fact:
             assert self.func is not None
             if self.numel > _MOST_ELEMENTS:
                 raise OverflowError(self.numel)
-            result = self.func(*_map(_value, self.args), **_map(_value, self.kwargs))
+            result = self.func(*map_arguments(_value, self.args), **map_arguments(_value, self.kwargs))
             self.value = result if self.index is None else result[self.index]
         return self.value
 
@@ -100,8 +101,8 @@ class KnownValues:
             return None
 
         def run() -> Any:
-            arguments = _map(self._fact_of_leaf, (args, _on_cpu(kwargs)))
-            positional, named = _map(_value, arguments)
+            arguments = map_arguments(self._fact_of_leaf, (args, _on_cpu(kwargs)))
+            positional, named = map_arguments(_value, arguments)
             return func(*positional, **named)
 
         return self._compute(run)
@@ -136,7 +137,7 @@ class KnownValues:
         if any(self._fact(tensor) is None for tensor in tensors_in((args, kwargs))):
             return
         outputs = out if isinstance(out, (tuple, list)) else (out,)
-        known_args, known_kwargs = _map(self._fact_of_leaf, (tuple(args), _on_cpu(kwargs)))
+        known_args, known_kwargs = map_arguments(self._fact_of_leaf, (tuple(args), _on_cpu(kwargs)))
         for index, tensor in enumerate(outputs):
             if isinstance(tensor, torch.Tensor) and id(tensor) not in self._facts:
                 fact = Fact(numel=tensor.numel())
@@ -156,7 +157,7 @@ class KnownValues:
             return None
         fact = Fact(numel=target.numel())
         fact.func = lambda first, *others, **named: func(first.clone(), *others, **named)
-        fact.args, fact.kwargs = _map(self._fact_of_leaf, (tuple(args), _on_cpu(kwargs)))
+        fact.args, fact.kwargs = map_arguments(self._fact_of_leaf, (tuple(args), _on_cpu(kwargs)))
         return fact
 
     def _forget(self, written: torch.Tensor) -> None:
@@ -182,26 +183,6 @@ class KnownValues:
                 return run()
         except Exception:  # what cannot be computed is not known; the caller then says that it is not
             return None
-
-
-def tensors_in(value: Any) -> Iterable[torch.Tensor]:
-    """Yields the tensors of an operator's arguments or results."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from tensors_in(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item)
-
-
-def _map(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, (tuple, list)):
-        return type(value)([_map(function, item) for item in value])
-    if isinstance(value, dict):
-        return {key: _map(function, item) for key, item in value.items()}
-    return function(value)
 
 
 def _value(item: Any) -> Any:

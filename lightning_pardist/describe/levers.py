@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.recomputing import Recomputation, recompute_block
 from lightning_pardist.base.torch_api import OpOverload
-from lightning_pardist.describe.known_values import tensors_in
-from lightning_pardist.describe.profile import Entry, profile_prepared
+from lightning_pardist.describe.fake_run import Entry
+from lightning_pardist.describe.profile import profile_prepared
 from lightning_pardist.describe.record import StepRecorder
 from lightning_pardist.specs.model_profile import ModelProfile
 

@@ -12,7 +12,8 @@ from torch import nn
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.describe.blame import blame
-from lightning_pardist.describe.profile import Entry, observe_step
+from lightning_pardist.describe.fake_run import Entry
+from lightning_pardist.describe.profile import observe_step
 from lightning_pardist.describe.roles_solve import solve
 from lightning_pardist.describe.roles_trace import TraceRecorder
 from lightning_pardist.specs.tensor_roles import TensorRoles

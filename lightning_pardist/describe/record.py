@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.torch_api import (
     HigherOrderOperator,
     OpOverload,
@@ -27,7 +28,7 @@ from lightning_pardist.base.torch_api import (
 )
 from lightning_pardist.describe.fake_rules import RULES
 from lightning_pardist.describe.flops import formulas
-from lightning_pardist.describe.known_values import KnownValues, tensors_in
+from lightning_pardist.describe.known_values import KnownValues
 
 aten = torch.ops.aten
 _QUERIES = frozenset({torch.ops.prim.device.default, torch.ops.prim.layout.default})

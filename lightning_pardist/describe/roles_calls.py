@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from lightning_pardist.base.function_names import CONTRACTIONS
-from lightning_pardist.describe.known_values import tensors_in
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_axes import Axis, Factor, Factors, expand, find, size_of
 from lightning_pardist.describe.roles_state import State, argument, results
 from lightning_pardist.describe.roles_trace import Event, Trace
@@ -294,28 +294,6 @@ def _met(event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: 
         needs_gradient = tensor.requires_grad and not state.tag(tensor).weights
         if dims or needs_gradient:
             yield MetTensor(position=position, dims=dims, needs_gradient=needs_gradient)
-
-
-def partial_parameters(trace: Trace, sharing: Sharing, state: State) -> tuple[str, ...]:
-    """Returns the whole parameters that meet sharded tensors: each rank sees its share of their gradients."""
-    found: dict[str, None] = {}
-    shared = {name for name, p in trace.parameters.items() if sharing.is_shared(p)}
-    for event in trace.events:
-        inputs = list(tensors_in((event.args, event.kwargs)))
-        if not any(sharing.is_shared(tensor) for tensor in inputs):
-            continue
-        names = {name for tensor in inputs for name in state.tag(tensor).weights} - shared
-        if _is_closing(event, sharing, state):  # its bias is added after the sum over the ranks
-            names = set()
-        found.update(dict.fromkeys(sorted(names)))
-    return tuple(found)
-
-
-def _is_closing(event: Event, sharing: Sharing, state: State) -> bool:
-    """Returns whether a linear layer contracts what is shared, or makes what is shared out of a whole tensor."""
-    if event.name not in _LINEAR:
-        return False
-    return any(sharing.is_shared(t) and state.tag(t).weights for t in tensors_in((event.args, event.kwargs)))
 
 
 def quiet_modules(trace: Trace, calls: Iterable[ShardCall]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 
 from lightning_pardist.base.function_names import CONTRACTIONS
-from lightning_pardist.describe.known_values import tensors_in
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_state import results
 from lightning_pardist.describe.roles_trace import Event, Trace
 from lightning_pardist.specs.tensor_roles import WeightRole

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from lightning_pardist.describe.known_values import tensors_in
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_axes import Factors, cut, regroup, stop, unify
 from lightning_pardist.describe.roles_state import State, argument, pinned, results, rule
 from lightning_pardist.describe.roles_trace import Event

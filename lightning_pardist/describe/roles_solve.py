@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, find, shard_parts, size_of
-from lightning_pardist.describe.roles_calls import Sharing, partial_parameters, quiet_modules, shard_calls
+from lightning_pardist.describe.roles_calls import Sharing, quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
 from lightning_pardist.describe.roles_exchanges import exchanges
+from lightning_pardist.describe.roles_partial import partial_parameters
 from lightning_pardist.describe.roles_probes import region_members, region_probes
 from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
@@ -146,7 +147,7 @@ class _Assembler:
             calls=calls,
             exchanges=tuple(exchanges(self._trace, weights)),
             quiet_modules=quiet_modules(self._trace, calls),
-            partial_parameters=partial_parameters(self._trace, self._sharing, self._state),
+            partial_parameters=tuple(partial_parameters(self._trace, self._sharing, self._state)),
             unknown_functions=tuple(self._state.unknown),
         )
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from lightning_pardist.describe.known_values import tensors_in
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_axes import Axis, Factor, Factors, axes, is_live, mark, stop, unify
 from lightning_pardist.describe.roles_trace import Event, Trace
 

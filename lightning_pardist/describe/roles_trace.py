@@ -13,8 +13,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from lightning_pardist.base.function_names import function_name
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.torch_api import current_autograd_node, storage_key
-from lightning_pardist.describe.known_values import tensors_in
 from lightning_pardist.describe.record import named_tensors
 
 UNSEEN = "an operation below torch's Python functions"

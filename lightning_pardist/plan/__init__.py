@@ -55,7 +55,7 @@ def make_plan(
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
         traffic=(
             *step_traffic(here, units_of(data_parallel, here), given.sizes, given.precision),
-            *tensor_traffic(given.tensor),
+            *tensor_traffic(given.tensor, given.profile, shard_size),
         ),
         tensor=given.tensor,
         pipeline=pipeline,

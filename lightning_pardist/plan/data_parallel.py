@@ -11,7 +11,7 @@ from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.module_table import ModuleTable
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, PrecisionPlan, ShardUnit
-from lightning_pardist.specs.tensor_roles import TensorPlan
+from lightning_pardist.specs.tensor_plan import TensorPlan
 
 
 @dataclass(frozen=True, kw_only=True)

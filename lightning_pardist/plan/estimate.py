@@ -14,7 +14,8 @@ from lightning_pardist.base import axes
 from lightning_pardist.plan.memory import Held, memory_by_rank
 from lightning_pardist.plan.report import format_bytes
 from lightning_pardist.specs.config import AxisSizes
-from lightning_pardist.specs.estimate import AxisTraffic, Candidate, Device, Estimate, Roofline
+from lightning_pardist.specs.device import Device
+from lightning_pardist.specs.estimate import AxisTraffic, Candidate, Estimate, Roofline
 from lightning_pardist.specs.parallel_plan import Traffic
 
 FILL = 0.8

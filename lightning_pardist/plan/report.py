@@ -6,7 +6,7 @@ from itertools import groupby
 
 from lightning_pardist.plan.pipeline_report import pipeline_rows, pipeline_words
 from lightning_pardist.specs.parallel_plan import ParallelPlan, ShardUnit, StateBytes
-from lightning_pardist.specs.tensor_roles import TensorPlan
+from lightning_pardist.specs.tensor_plan import TensorPlan
 
 _MEANING = {
     "pipeline_parallel": "stages of the block stack",

@@ -8,7 +8,7 @@ from dataclasses import replace
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.words import common_module
 from lightning_pardist.specs.model_profile import ModelProfile, StackProfile
-from lightning_pardist.specs.tensor_roles import SequenceStack, TensorPlan
+from lightning_pardist.specs.tensor_plan import SequenceStack, TensorPlan
 
 
 def with_sequence_parallel(plan: TensorPlan, profile: ModelProfile) -> TensorPlan:

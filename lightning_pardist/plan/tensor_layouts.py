@@ -6,14 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lightning_pardist.base.errors import message
-from lightning_pardist.specs.tensor_roles import (
-    RegionShare,
-    TensorLayout,
-    TensorRegion,
-    TensorRole,
-    TensorRoles,
-    WeightRole,
-)
+from lightning_pardist.specs.tensor_plan import RegionShare, TensorLayout
+from lightning_pardist.specs.tensor_roles import TensorRegion, TensorRole, TensorRoles, WeightRole
 
 
 def too_few_units(regions: Iterable[TensorRegion], size: int) -> dict[int, str]:
@@ -23,6 +17,21 @@ def too_few_units(regions: Iterable[TensorRegion], size: int) -> dict[int, str]:
         for region in regions
         if region.query_heads is None and region.units < size
     }
+
+
+def with_tied_regions(broken: Mapping[int, str], roles: TensorRoles) -> dict[int, str]:
+    """Returns the regions that are left alone, with those that share a whole parameter with one, and why.
+
+    The gradient of such a parameter is a sum over the ranks only if all its uses are on sharded tensors.
+    """
+    result, before = dict(broken), -1
+    while len(result) != before:
+        before = len(result)
+        for p in roles.partial_parameters:
+            if p.is_whole_elsewhere or not result.keys().isdisjoint(p.regions):
+                why = f"{p.name}, which it uses whole, is used on whole tensors too"
+                result = dict.fromkeys(p.regions, why) | result
+    return result
 
 
 def lay_out(
@@ -42,17 +51,19 @@ def lay_out(
     shares: list[RegionShare | None] = [None] * len(roles.regions)
     for region in kept:
         shares[region.index] = _share(region, size)
+    indices = {region.index for region in kept}
+    partial = [p.name for p in roles.partial_parameters if indices.issuperset(p.regions)]
     used = {weight.parameter for weight, role in decided if role != "replicate"}
     layouts = [*_of_regions(kept, shares, size), *_of_weights(decided, kept, size)]
     return {
         "layouts": tuple({layout.parameter: layout for layout in layouts}.values()),
         "uses": tuple((weight.parameter, role) for weight, role in decided if role != "replicate"),
         "shares": tuple(shares),
-        "calls": tuple(call for call in roles.calls if call.regions <= {region.index for region in kept}),
+        "calls": tuple(call for call in roles.calls if call.regions <= indices),
         "exchanges": tuple((name, nbytes) for name, nbytes in roles.exchanges if name in used),
         "region_members": roles.region_members,
         "quiet_modules": roles.quiet_modules,
-        "partial_parameters": (*roles.partial_parameters, *_biases_of_lone_weights(decided, kept)),
+        "partial_parameters": (*partial, *_biases_of_lone_weights(decided, kept)),
     }
 
 

@@ -8,17 +8,9 @@ from fnmatch import fnmatchcase
 from typing import Literal, cast
 
 from lightning_pardist.base.errors import message
-from lightning_pardist.plan.tensor_layouts import lay_out, too_few_units
-from lightning_pardist.specs.tensor_roles import (
-    ROLES,
-    RegionFit,
-    TensorPlan,
-    TensorPlanEntry,
-    TensorRegion,
-    TensorRole,
-    TensorRoles,
-    WeightRole,
-)
+from lightning_pardist.plan.tensor_layouts import lay_out, too_few_units, with_tied_regions
+from lightning_pardist.specs.tensor_plan import RegionFit, TensorPlan, TensorPlanEntry
+from lightning_pardist.specs.tensor_roles import ROLES, TensorRegion, TensorRole, TensorRoles, WeightRole
 
 Source = Literal["explicit", "module", "derived"]
 _OWNER: dict[Source, str] = {
@@ -69,6 +61,7 @@ def make_tensor_plan(
     broken = {weight.region: weight.name for weight in taken_out if weight.region is not None}
     broken_why = {index: f"{name} of its region is replicated" for index, name in broken.items()}
     broken_why |= {i: why for i, why in too_few_units(roles.regions, size).items() if i not in broken_why}
+    broken_why = with_tied_regions(broken_why, roles)
     decisions = [_decide(weight, named.get(weight.name), broken_why) for weight in roles.weights]
     kept = [region for region in roles.regions if region.index not in broken_why]
     fits = tuple(_fit(region, size) for region in kept)

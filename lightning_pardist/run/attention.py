@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pardist.run.whole_sizes import numbers_of_rank
-from lightning_pardist.specs.tensor_roles import TensorLayout
+from lightning_pardist.specs.tensor_plan import TensorLayout
 
 _NAMES = """
 query key value embed_dim_to_check num_heads in_proj_weight in_proj_bias bias_k bias_v add_zero_attn dropout_p

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_pardist.base import axes
 from lightning_pardist.mesh import Meshes
-from lightning_pardist.torch_dist_api import UnitShard, held_by_several, local_tensor
+from lightning_pardist.torch_dtensor_api import UnitShard, held_by_several, local_tensor
 
 _COPIED_AXES = (axes.DATA_PARALLEL_SHARD, axes.CONTEXT_PARALLEL, axes.TENSOR_PARALLEL)
 """Axes on which a gradient that is not sharded is the same on all ranks. Stages hold different parameters."""

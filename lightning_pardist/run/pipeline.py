@@ -22,6 +22,7 @@ from lightning_pardist.run.step import model_device
 from lightning_pardist.run.unused import UsedInStep
 from lightning_pardist.specs.pipeline_options import SINGLE_STAGE, V_SHAPED
 from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan, StagePlan
+from lightning_pardist.torch_schedules_api import orders_of
 
 
 @dataclass(frozen=True)
@@ -228,7 +229,7 @@ def usable_schedule(plan: PipelinePlan, microbatches: int) -> str | None:
     """Returns the plan's schedule if it can run so many micro-batches, else one that can; None for the plain order."""
     per_rank = len(plan.stages) // plan.ranks
     try:
-        api.orders_of(plan.schedule, plan.ranks, per_rank, microbatches)
+        orders_of(plan.schedule, plan.ranks, per_rank, microbatches)
     except ValueError:
         if plan.schedule in SINGLE_STAGE:
             return "gpipe"

@@ -26,7 +26,7 @@ from lightning_pardist.run.tensor_ops import (
     open_sequence,
     split_for_ranks,
 )
-from lightning_pardist.specs.tensor_roles import SequenceStack
+from lightning_pardist.specs.tensor_plan import SequenceStack
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

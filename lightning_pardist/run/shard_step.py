@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from lightning_pardist.base.torch_api import has_step_post_hooks
-from lightning_pardist.torch_dist_api import UnitShard, as_dtensor, local_tensor
+from lightning_pardist.torch_dtensor_api import UnitShard, as_dtensor, local_tensor
 
 _ELEMENTWISE = (
     torch.optim.Adadelta,

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.parallel_model import ParallelModel
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 
 class SharedGradients:

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_pardist.parallel_model import ParallelModel
-from lightning_pardist.torch_dist_api import UnitShard, held_by_several, local_tensor
+from lightning_pardist.torch_dtensor_api import UnitShard, held_by_several, local_tensor
 
 
 @dataclass(frozen=True)

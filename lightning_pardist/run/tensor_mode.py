@@ -28,7 +28,8 @@ from lightning_pardist.run.sequence import SequenceShards
 from lightning_pardist.run.tensor_ops import sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
-from lightning_pardist.specs.tensor_roles import ShardCall, TensorLayout, TensorPlan, TensorRole
+from lightning_pardist.specs.tensor_plan import TensorLayout, TensorPlan
+from lightning_pardist.specs.tensor_roles import ShardCall, TensorRole
 
 _BIASED = frozenset(["addmm", "baddbmm"])
 _INPUTS_KEPT = 4

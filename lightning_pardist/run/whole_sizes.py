@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_pardist.specs.tensor_roles import MetTensor, RegionShare, ShardCall, ShardedDim
+from lightning_pardist.base.nested import map_arguments, tensors_in
+from lightning_pardist.specs.tensor_plan import RegionShare
+from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDim
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -140,15 +142,15 @@ class WholeSizes:
 
     def _meet(self, met: Sequence[MetTensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         by_position = {tensor.position: tensor for tensor in met}
-        others = [tensor for i, tensor in enumerate(_tensors((args, kwargs))) if i not in by_position]
+        others = [tensor for i, tensor in enumerate(tensors_in((args, kwargs))) if i not in by_position]
         counter = iter(range(1 << 30))
 
-        def changed(tensor: Tensor) -> Tensor:
-            found = by_position.get(next(counter))
-            return tensor if found is None else self._cut(found, tensor, others)
+        def changed(item: Any) -> Any:
+            found = by_position.get(next(counter)) if isinstance(item, Tensor) else None
+            return item if found is None else self._cut(found, item, others)
 
-        new_args = tuple(_mapped(changed, item) for item in args)
-        return new_args, {key: _mapped(changed, item) for key, item in kwargs.items()}
+        new_args = tuple(map_arguments(changed, item) for item in args)
+        return new_args, {key: map_arguments(changed, item) for key, item in kwargs.items()}
 
     def _cut(self, met: MetTensor, tensor: Tensor, others: Sequence[Tensor]) -> Tensor:
         if met.needs_gradient:
@@ -197,24 +199,3 @@ def _draws(function: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> boo
         training = args[2] if len(args) > 2 else kwargs.get("training", True)
         return bool(training) and p > 0
     return True
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-
-
-def _mapped(function: Callable[[Tensor], Tensor], value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (tuple, list)):
-        return type(value)([_mapped(function, item) for item in value])
-    if isinstance(value, dict):
-        return {key: _mapped(function, item) for key, item in value.items()}
-    return value

@@ -10,7 +10,7 @@ from typing import Any, Literal
 from lightning_pardist.specs.block_levers import CompilePlan, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes
 from lightning_pardist.specs.pipeline_plan import PipelinePlan
-from lightning_pardist.specs.tensor_roles import TensorPlan
+from lightning_pardist.specs.tensor_plan import TensorPlan
 
 DataParallelKind = Literal["none", "replicate", "shard"]
 

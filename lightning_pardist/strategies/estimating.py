@@ -19,7 +19,8 @@ from lightning_pardist.plan.estimate import FILL, Cluster, candidate_layouts, ju
 from lightning_pardist.plan.memory import Held
 from lightning_pardist.specs.block_levers import RecomputeOptions, RecomputePlan
 from lightning_pardist.specs.config import ParallelConfig
-from lightning_pardist.specs.estimate import Candidate, Device, Estimate, parse_device
+from lightning_pardist.specs.device import Device, parse_device
+from lightning_pardist.specs.estimate import Candidate, Estimate
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.parallel_plan import PrecisionPlan
 

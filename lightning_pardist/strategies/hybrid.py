@@ -51,6 +51,7 @@ from lightning_pardist.strategies.refusals import (
     OnNonFinite,
     check_on_nonfinite,
     check_pipeline,
+    refuse_averages_of_parts,
     refuse_compiled,
     refuse_under_pipeline,
     refuse_under_tensor_axis,
@@ -231,6 +232,8 @@ class HybridStrategy(CheckpointHooks):
         if self._meshes is not None:
             refuse_under_pipeline(module, self._meshes.sizes, self.config)
             refuse_under_tensor_axis(module, self._meshes.sizes)
+            if trainer.state.fn == TrainerFn.FITTING:
+                refuse_averages_of_parts(trainer, self._meshes.sizes)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
             self._train_loaders = lightning_api.TrainLoaders(trainer)

@@ -250,9 +250,9 @@ def batches_done(loops: Mapping[str, Any]) -> int:
 def count_running_epoch(loops: Mapping[str, Any]) -> None:
     """Counts the running epoch of a saved training loop as started, in place, where Lightning has not.
 
-    Resumed from a save at an epoch's last batch, Lightning 2.6 runs the next epoch without counting it as started. Saved
-    once more in that epoch, its counters say that no epoch is running: the next resume would begin another one, in
-    another order, and train one too many.
+    Resumed from a save at an epoch's last batch, Lightning 2.6 runs the next epoch without counting it as started.
+    Saved once more in that epoch, its counters say that no epoch is running: the next resume would begin another one,
+    in another order, and train one too many.
     """
     progress = loops["fit_loop"]["epoch_progress"]
     missing = int(progress["current"]["processed"]) + 1 - int(progress["current"]["started"])

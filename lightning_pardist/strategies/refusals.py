@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Literal, get_args
 
-from lightning.pytorch import LightningModule
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
@@ -95,6 +96,33 @@ def refuse_under_tensor_axis(module: LightningModule, sizes: AxisSizes) -> None:
                 change="return the loss from training_step, or use the data axes only",
             )
         )
+
+
+def refuse_averages_of_parts(trainer: Trainer, sizes: AxisSizes) -> None:
+    """Refuses Lightning's averages of weights where a rank holds a part of the model only.
+
+    They copy the whole module before it is spread and then add up live weights and copies one by one, which are shards,
+    or another stage's, by then.
+
+    Raises:
+        ValueError: names the callback and the axes.
+    """
+    axes = ("pipeline_parallel", "tensor_parallel", "data_parallel_shard")
+    cut = {axis: size for axis, size in sizes.as_dict().items() if axis in axes and size > 1}
+    averaging = [c for c in lightning_api.callbacks(trainer) if isinstance(c, _AVERAGING)]
+    if not cut or not averaging:
+        return
+    raise ValueError(
+        message(
+            "Lightning's callbacks that average weights need the whole model on every rank.",
+            got=f"{type(averaging[0]).__name__}, {', '.join(f'{axis}={size}' for axis, size in cut.items())}",
+            source="Trainer(callbacks=...), and the strategy's sizes",
+            change="use zero_stage=0 (whole copies), leave the callback out, or average saved checkpoints afterwards",
+        )
+    )
+
+
+_AVERAGING = (WeightAveraging, StochasticWeightAveraging)
 
 
 def refuse_under_pipeline(module: LightningModule, sizes: AxisSizes, config: ParallelConfig) -> None:

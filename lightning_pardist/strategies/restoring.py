@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
-from lightning.pytorch.callbacks import BaseFinetuning
+from lightning.pytorch.callbacks import BaseFinetuning, WeightAveraging
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -86,8 +86,9 @@ class Restorer:
         return content
 
     def _give_weights(self) -> dict[str, Any]:
-        """Returns the weights that were loaded, for the user's hook to edit; none if there is no such hook."""
+        """Returns the weights that were loaded, if the user's hook edits them or a callback averages with them."""
         edits = lightning_api.overrides(self._run.live(), "on_load_checkpoint")
+        edits |= any(isinstance(c, WeightAveraging) for c in lightning_api.callbacks(self._run.trainer()))
         self._given = dict(self._run.live().state_dict()) if edits else {}
         return dict(self._given)
 

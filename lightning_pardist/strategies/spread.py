@@ -41,7 +41,8 @@ from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
-from lightning_pardist.specs.tensor_roles import RegionProbe, TensorPlan
+from lightning_pardist.specs.tensor_plan import TensorPlan
+from lightning_pardist.specs.tensor_roles import RegionProbe
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.pipeline_staging import Staging

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lightning_pardist.apply import TensorCutter, local_part
 from lightning_pardist.base.errors import message
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel
@@ -25,8 +26,9 @@ from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
-from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf, TensorPlan
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.specs.tensor_plan import TensorPlan
+from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 TOLERANCE = 1e-4
 """Of the largest element: rounding of fp32 sums in another order stays two orders below, a wrong layout far above."""
@@ -155,7 +157,7 @@ def _forward_backward(module: nn.Module, made: _MadeUp) -> _Run:
     leaves: list[Tensor] = []
     args = _filled(made.probe.args, made.device, made.masks, leaves)
     kwargs = _filled(made.probe.kwargs, made.device, made.masks, leaves)
-    outputs = [out for out in _tensors(module(*args, **kwargs)) if out.is_floating_point()]
+    outputs = [out for out in tensors_in(module(*args, **kwargs)) if out.is_floating_point()]
     trained = [out for out in outputs if out.requires_grad]
     generator = torch.Generator().manual_seed(2)
     total = sum((out * torch.randn(out.shape, generator=generator).to(made.device)).sum() for out in trained)
@@ -290,17 +292,6 @@ def _part_of(plan: TensorPlan, probe: RegionProbe) -> TensorPlan:
         quiet_modules=tuple(renamed(plan.quiet_modules)),
         partial_parameters=tuple(renamed(plan.partial_parameters)),
     )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors(item)
 
 
 def _first_line(error: Exception) -> str:

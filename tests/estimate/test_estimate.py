@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from lightning_pardist import RecomputeOptions, estimate
 from lightning_pardist.plan.estimate import crosses_nodes
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
-from lightning_pardist.specs.estimate import GIB, parse_device
+from lightning_pardist.specs.device import GIB, parse_device
 from lightning_pardist.strategies.estimating import Cluster, Estimator
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 from tests.levers.common import Net, data
 from tests.strategies.common import make_trainer
 from tests.support.pool import WorkerPool

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lightning_pardist import HybridStrategy, RecomputeOptions
 from lightning_pardist.plan import format_plan
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 from tests.describe.judge import measure
 from tests.levers.common import Block, Net, Seen, data, train
 from tests.support.pool import WorkerPool

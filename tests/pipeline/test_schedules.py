@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lightning_pardist import torch_pipelining_api as api
+from lightning_pardist import torch_schedules_api as api
 from lightning_pardist.plan.schedule_simulator import simulate
 from lightning_pardist.specs.pipeline_plan import Orders
 

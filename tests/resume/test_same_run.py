@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_pardist import checkpoint as ckpt
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
-from tests.resume.common import LAYOUTS, Dropping, Losses, logged, make_trainer, numbered, weights
+from tests.resume.common import LAYOUTS, Dropping, Losses, Stop, Stopped, logged, make_trainer, numbered, weights
 
 # ---- saves change nothing
 
@@ -167,6 +168,44 @@ def test_random_numbers_go_on(run_distributed: Any, tmp_path: Path, when: str, s
             assert len(again) == (4 if when == "amid the epoch" else 6)
             assert all(torch.equal(last[key], value) for key, value in final.items()), name
             assert not lines, lines
+
+
+def in_parts(folder: str, stops: tuple[int, ...]) -> Any:
+    """Three epochs of three steps, stopped after these steps and resumed each time from what the last step saved."""
+    found: list[float] = []
+    for part, (start, stop) in enumerate(zip((0, *stops), (*stops, -1))):
+        seed_everything(11, verbose=False)
+        module, losses = Dropping(), Losses()
+        keep = ModelCheckpoint(folder, f"{stops}-at", every_n_train_steps=1, enable_version_counter=False)
+        trainer = make_trainer(
+            LAYOUTS["fsdp"], 2, max_epochs=3, callbacks=[losses, Stop(stop - start), keep], enable_checkpointing=True
+        )
+        with contextlib.suppress(Stopped):
+            trainer.fit(
+                module,
+                StatefulDataLoader(numbered(24), batch_size=4, shuffle=True),
+                ckpt_path=f"{folder}/{stops}-at.ckpt" if part else None,
+            )
+        found += losses.values
+    return found, weights(module)
+
+
+STOPS = [(3, 4), (3, 6), (6, 7), (1, 3, 4, 6, 7)]
+
+
+def all_in_parts(folder: str) -> Any:
+    return {stops: in_parts(folder, stops) for stops in [(), *STOPS]}
+
+
+def test_stopped_at_the_end_of_an_epoch_and_again_soon_after(run_distributed: Any, tmp_path: Path) -> None:
+    """Resumed from the end of an epoch, Lightning runs the next one without counting it: a save there must know."""
+    for results in run_distributed(all_in_parts, str(tmp_path), world_size=2):
+        losses, final = results[()]
+        assert len(losses) == 9
+        for stops in STOPS:
+            again, last = results[stops]
+            assert again == losses, (stops, again, losses)
+            assert all(torch.equal(last[key], value) for key, value in final.items()), stops
 
 
 def elsewhere(folder: str) -> Any:

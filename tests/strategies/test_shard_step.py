@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.run.shard_step import ShardStep
-from lightning_pardist.torch_dist_api import local_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "adadelta": (torch.optim.Adadelta, {}),

@@ -15,6 +15,8 @@ Case = tuple[str, "dict[str, Any] | None", "dict[str, Any]"]
 
 TWO = {"tensor_parallel_size": 2}
 FOUR = {"tensor_parallel_size": 4}
+PARTLY = {**TWO, "tensor": TensorOptions(plan={"net.blocks.0.attention.*": "replicate"})}
+"""The norms over heads of one block see all heads, those of the other a share."""
 HARD: list[Case] = [
     ("fused split", FOUR, {}),
     ("grouped fused", FOUR, {}),  # 2 key-value heads on 4 ranks
@@ -51,7 +53,7 @@ def test_two_ranks(run_distributed: WorkerPool, run_single: Any) -> None:
     check(
         run_distributed,
         run_single,
-        [(name, TWO, {}) for name in MODELS],
+        [*((name, TWO, {}) for name in MODELS), ("grouped fused", PARTLY, {})],
         2,
     )
 

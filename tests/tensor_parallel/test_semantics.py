@@ -1,4 +1,4 @@
-"""Around the numbers of a step: checkpoints, evaluation, precision, random numbers, batches, collectives, refusals."""
+"""Around the numbers of a step: checkpoints, evaluation, precision, random numbers, batches, refusals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor.debug import CommDebugMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pardist import HybridStrategy, TensorOptions, whole_tensor
@@ -153,41 +152,6 @@ def other_batches() -> None:
 def test_peers_that_see_other_batches(run_distributed: WorkerPool) -> None:
     with pytest.raises(ValueError, match=r"(?s)must see the same batch.*ranks \[0, 1\].*data_parallel_rank_and_size"):
         run_distributed(other_batches)
-
-
-# ---- collectives -----------------------------------------------------------------------------------------------------
-
-
-class Counted(L.Callback):
-    def __init__(self) -> None:
-        self.counts: dict[str, int] = {}
-        self._mode = CommDebugMode()
-
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._mode.__enter__()
-
-    def on_before_optimizer_step(self, *_: Any) -> None:
-        if not self.counts:
-            found = self._mode.get_comm_counts()
-            self.counts = {str(op).rsplit(".", 1)[-1]: count for op, count in found.items()}
-        self._mode.__exit__(None, None, None)
-
-
-def counted(options: dict[str, Any]) -> tuple[dict[str, int], Any]:
-    torch.manual_seed(3)
-    counter = Counted()
-    trainer = trainer_of(options, callbacks=[counter], limit_train_batches=1)
-    trainer.fit(MODELS["fused split"](), batches(options))
-    return counter.counts, trainer.strategy.plan.traffic  # type: ignore[attr-defined]
-
-
-def test_collectives_are_those_of_the_plan(run_distributed: WorkerPool) -> None:
-    """2 blocks of 2 regions: 4 sums a block; embedding, head and loss over the vocabulary: 1 + 1 + 2."""
-    counts, traffic = run_distributed(counted, {"tensor_parallel_size": 2})[0]
-    (planned,) = (t for t in traffic if t.axis == "tensor_parallel")
-    assert planned.count == 2 * 4 + 4
-    # Two more of the host: whether all ranks have a loss, and logged values.
-    assert planned.count <= counts["allreduce_"] <= planned.count + 3
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

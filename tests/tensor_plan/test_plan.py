@@ -65,6 +65,44 @@ def test_blocks_that_differ_are_told_apart() -> None:
     }
 
 
+class SharedNorm(nn.Module):
+    """One norm over the head dim for the queries of two attentions, or for one attention and whole tensors."""
+
+    def __init__(self, *, is_whole_elsewhere: bool) -> None:
+        super().__init__()
+        self.is_whole_elsewhere = is_whole_elsewhere
+        self.first, self.second = (models.GroupedAttention(norm="head") for _ in range(2))
+        self.norm = self.first.q_norm
+        self.second.q_norm = nn.Identity() if is_whole_elsewhere else self.norm
+
+    def forward(self, x: Any) -> Any:
+        x = self.second(self.first(x))
+        return self.norm(x.unflatten(-1, (-1, models.HEAD_DIM))) if self.is_whole_elsewhere else x
+
+
+def test_a_whole_parameter_is_summed_where_all_its_uses_are_on_shares() -> None:
+    roles = derive_roles(SharedNorm(is_whole_elsewhere=False), models.hidden(), entry="forward")
+    plan = make_tensor_plan(roles, size=2)
+    assert sorted(plan.partial_parameters) == [
+        "first.k_norm.weight", "first.q_norm.weight", "second.k_norm.weight",
+    ]  # fmt: skip
+    left = make_tensor_plan(roles, size=2, explicit={"first.out": "replicate"})
+    assert left.is_empty and left.partial_parameters == ()
+    (note,) = (entry.note for entry in left.entries if entry.pattern == "second.out")
+    assert note == "first.q_norm.weight, which it uses whole, is used on whole tensors too"
+
+
+def test_a_whole_parameter_that_is_used_on_whole_tensors_too_keeps_its_region_whole() -> None:
+    roles = derive_roles(SharedNorm(is_whole_elsewhere=True), models.hidden(), entry="forward")
+    plan = make_tensor_plan(roles, size=2)
+    assert {entry.pattern: entry.role for entry in plan.entries} == {
+        **{f"first.{name}": "replicate" for name in ("q", "k", "v", "out")},
+        **{f"second.{name}": "column" for name in ("q", "k", "v")},
+        "second.out": "row",
+    }
+    assert plan.partial_parameters == ("second.k_norm.weight",)
+
+
 @pytest.mark.parametrize("argument", ["explicit", "module_plan"])
 def test_a_pattern_that_matches_nothing(argument: str) -> None:
     source = "the strategy's `plan`" if argument == "explicit" else r"the module's `tensor_parallel_plan\(\)`"
