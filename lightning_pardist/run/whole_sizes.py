@@ -166,14 +166,17 @@ class WholeSizes:
         return tensor
 
     def _indices(self, dim: ShardedDim, whole: int, device: torch.device) -> Tensor:
-        held = self._share(dim).stretches(dim.terms, self._rank)
-        repeats = whole // dim.period
-        parts = [
-            torch.arange(start + i * dim.period, start + i * dim.period + length, device=device)
-            for i in range(repeats)
-            for start, length in held
-        ]
-        return torch.cat(parts)
+        return held_indices(dim, self._share(dim), self._rank, whole).to(device)
+
+
+def held_indices(dim: ShardedDim, share: RegionShare, rank: int, whole: int) -> Tensor:
+    """Returns which indices of a whole dim a rank holds."""
+    parts = [
+        torch.arange(start + i * dim.period, start + i * dim.period + length)
+        for i in range(whole // dim.period)
+        for start, length in share.stretches(dim.terms, rank)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
 @contextmanager

@@ -34,6 +34,8 @@ class WeightRole:
     """Index of the region it opens or closes."""
     reason: str = ""
     """Why it is replicated; empty otherwise."""
+    biases: tuple[str, ...] = ()
+    """First names of the biases that its layers add, which a tied head may have under a name of its own."""
 
 
 TermKind = Literal["whole", "unit", "sub", "times"]
@@ -144,6 +146,17 @@ class TensorLeaf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedOutput:
+    """A tensor that a module returns and of which each rank has its share."""
+
+    position: int
+    """Among the tensors it returns, in order."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dims: tuple[ShardedDim, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegionProbe:
     """How the smallest module around a region was called, so that it can be tried alone."""
 
@@ -155,6 +168,7 @@ class RegionProbe:
     args: tuple[Any, ...]
     """With ``TensorLeaf`` in place of tensors; objects that hold more than plain values are None."""
     kwargs: dict[str, Any]
+    shared_outputs: tuple[SharedOutput, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
