@@ -31,6 +31,8 @@ class Row:
 
     name: str
     parameters: int = 0
+    attempt: int | None = None
+    """Which way of making its config small worked."""
     unusable: str = ""
     """Why there is nothing to compare with: it does not run in one process."""
     layouts: dict[str, Verdict] = field(default_factory=dict)

@@ -23,7 +23,7 @@ from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDi
 
 Terms = tuple[tuple[int, TermKind], ...]
 
-_SIZED = frozenset(["view", "reshape", "unflatten", "expand", "broadcast_to"])
+_SIZED = frozenset("view reshape unflatten expand broadcast_to new_empty new_zeros new_ones".split())
 _SPLIT = frozenset(["split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split"])
 _RANDOM = frozenset(
     """

@@ -92,7 +92,7 @@ class WholeSizes:
 
     def _asks_for_whole(self, call: ShardCall, x: Tensor, sizes: Sequence[int], offset: int) -> bool:
         """Returns False for sizes that were taken from local tensors: they hold as many elements as there are."""
-        if call.function in ("expand", "broadcast_to") or -1 in sizes:
+        if call.function in ("expand", "broadcast_to") or call.function.startswith("new_") or -1 in sizes:
             return True
         there = x.shape[offset] if call.function == "unflatten" else x.numel()
         return math.prod(sizes) != there
