@@ -100,7 +100,9 @@ class _Trial:
             looks.append(("as accumulated, 64-bit", lambda: self._again(replace(asked, double=True), parts=2)))
         elif self.layout == "pp" and not whole:
             looks.append(("whole batch", lambda: self._again(replace(asked, whole_batch=True), parts=1)))
-            looks.append(("whole batch, 64-bit", lambda: self._again(replace(asked, whole_batch=True, double=True), parts=1)))
+            looks.append(
+                ("whole batch, 64-bit", lambda: self._again(replace(asked, whole_batch=True, double=True), parts=1))
+            )
         for word, look in looks:
             second = look()
             if second.kind == "equal":
@@ -112,18 +114,14 @@ class _Trial:
     def _again(self, asked: Asked, parts: int) -> Verdict:
         file = self.file.with_name("again.pt")
         try:
-            self.pool.single(
-                reference, replace(asked, layout=None, parts=parts), file, timeout=self.limit
-            )
+            self.pool.single(reference, replace(asked, layout=None, parts=parts), file, timeout=self.limit)
         except Exception as error:
             return Verdict("wrong", reason=_first_line(error))
         return self._compared(asked, file)
 
     def _compared(self, asked: Asked, file: Path | None = None) -> Verdict:
         try:
-            results: list[Result] = self.pool(
-                compared, asked, file or self.file, world_size=2, timeout=self.limit
-            )
+            results: list[Result] = self.pool(compared, asked, file or self.file, world_size=2, timeout=self.limit)
         except WorkersFailedError as error:
             return Verdict("wrong", reason=f"hang: {str(error)[:2000]}")
         except Exception as error:
@@ -149,7 +147,9 @@ def _first_line(error: BaseException) -> str:
 def main() -> None:
     """Runs what the command line asks for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", help="a pattern of names such as 'timm/*'; may be given several times")
+    parser.add_argument(
+        "--only", action="append", help="a pattern of names such as 'timm/*'; may be given several times"
+    )
     parser.add_argument("--layouts", default=",".join(LAYOUTS), help="some of fsdp,tp,pp")
     parser.add_argument("--limit", type=float, default=LIMIT_S, help="seconds for one model on one layout")
     parser.add_argument("--write", type=Path, help="the page; results of earlier runs are kept in the .json beside it")

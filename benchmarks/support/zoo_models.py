@@ -234,8 +234,6 @@ def _quiet(net: nn.Module) -> nn.Module:
 # ---- as users write them ---------------------------------------------------------------------------------------------
 
 
-
-
 def _of_users(name: str) -> Case:
     kind, _, short = name.partition(":")
     if kind == "tensor":

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from benchmarks.support.zoo_models import ROWS, STEPS, Case, build
-from lightning_pardist import HybridStrategy, PipelineOptions, TensorOptions, whole_tensor
+from lightning_pardist import HybridStrategy, PipelineOptions, whole_tensor
 
 TOLERANCE = 1e-5
 CLIP = 0.1
@@ -130,7 +129,13 @@ def reference(asked: Asked, file: Path) -> Reference:
     norms = [float(torch.stack([g.norm() for g in step.values()]).norm()) for step in notes.gradients]
     batch_norms = [m for m in case.module.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm)]
     return Reference(
-        case.attempt, notes.losses, norms, list(named), sum(p.numel() for p in named.values()), is_random, bool(batch_norms)
+        case.attempt,
+        notes.losses,
+        norms,
+        list(named),
+        sum(p.numel() for p in named.values()),
+        is_random,
+        bool(batch_norms),
     )
 
 
@@ -204,7 +209,9 @@ def compare(got: Notes, want: Notes, partial: bool) -> Result:
     for step, (ours, theirs) in enumerate(zip(got.losses, _joined(want.losses, len(got.losses)))):
         errors.append((_relative(ours - theirs, theirs), f"loss of step {step} is {ours:.8g}, not {theirs:.8g}"))
     for step, (factor, expected) in enumerate(zip(got.factors, want.factors, strict=True)):
-        errors.append((_relative(factor - expected, expected), f"clipped by {factor:.8g} at {step}, not {expected:.8g}"))
+        errors.append(
+            (_relative(factor - expected, expected), f"clipped by {factor:.8g} at {step}, not {expected:.8g}")
+        )
     for step, (mine, reference) in enumerate(zip(got.gradients, want.gradients, strict=True)):
         floor = max(_largest(g) for g in reference.values()) / 10
         errors += _tensors(f"gradient at {step}", mine, reference, held, floor)

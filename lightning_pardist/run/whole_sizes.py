@@ -78,9 +78,20 @@ class WholeSizes:
             index = dim.dim - offset
             if 0 <= index < len(sizes) and sizes[index] != -1 and sizes[index] % dim.period == 0:
                 sizes[index] = self._size(call, x, dim, sizes[index], len(sizes))
+        if call.function in ("view", "reshape"):
+            self._mend_mixed(call, x, sizes)
         if key is not None:
             return args, {**kwargs, key: tuple(sizes)}
         return (*args[:skipped], tuple(sizes)), kwargs
+
+    def _mend_mixed(self, call: ShardCall, x: Tensor, sizes: list[int]) -> None:
+        """Replaces a size that is neither whole nor local: this rank's key-value heads times all their query heads."""
+        for dim in call.sizes:
+            if -1 in sizes or math.prod(sizes) == x.numel() or sizes[dim.dim] == 0:
+                return
+            local = self._share(dim).local_size(dim, self._rank)
+            if math.prod(sizes) // sizes[dim.dim] * local == x.numel():
+                sizes[dim.dim] = local
 
     def _size(self, call: ShardCall, x: Tensor, dim: ShardedDim, whole: int, ndim: int) -> int:
         local = self._local(dim, whole)
