@@ -6,11 +6,12 @@ new torch release is checked here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -40,6 +42,7 @@ __all__ = [
     "TorchDispatchMode",
     "argument_named",
     "as_plain_tensors",
+    "checkpoints_without_reentry",
     "current_autograd_node",
     "has_step_post_hooks",
     "next_autograd_sequence_number",
@@ -139,3 +142,29 @@ def as_plain_tensors() -> AbstractContextManager[object]:
 def without_function_modes() -> AbstractContextManager[object]:
     """Returns a context in which no function mode sees calls of torch functions, such as those of our own hooks."""
     return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def checkpoints_without_reentry() -> Iterator[None]:
+    """Runs ``checkpoint(use_reentrant=True)`` as the other kind, with the same numbers.
+
+    The reentrant kind hides its gradient graph until the backward pass and refuses ``autograd.grad``: a pipeline stage
+    could neither send what is made inside nor take the halves of a backward pass apart.
+    """
+    original = torch_checkpoint.CheckpointFunction
+    torch_checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc, assignment]  # looked up at every call
+    try:
+        yield
+    finally:
+        torch_checkpoint.CheckpointFunction = original  # type: ignore[misc]
+
+
+class _NotReentrant:
+    """Called as ``CheckpointFunction`` is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # there the reentrant kind gives no gradient to anything, weights included
+                return function(*args)
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

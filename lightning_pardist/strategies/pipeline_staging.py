@@ -46,10 +46,11 @@ class Staging:
         """Finds out how values flow between blocks; every rank calls it, before the module is changed.
 
         Raises:
-            ValueError: on all ranks, if the step cannot be run on fake tensors.
+            ValueError: on all ranks, if the step cannot be run on fake tensors, or blocks are compiled.
         """
         if self._meshes is None:
             return
+        self._refuse_compiled(profile)
         if sample is None or profile.source != "fake_run":
             raise refusal(
                 "A module is cut into stages by what one step on fake tensors shows, which must run to its end.",
@@ -78,6 +79,22 @@ class Staging:
                 change="mend the line that is named",
             )
         self._flow = flow
+
+    def _refuse_compiled(self, profile: ModelProfile) -> None:
+        """Compiled code asks nobody whether a block is here."""
+        names = [block.name for block in profile.blocks()] if profile.source == "fake_run" else []
+        blocks = {self._module.get_submodule(name) for name in names}
+        for name, part in self._module.named_modules():
+            if not (hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None):
+                continue
+            if not blocks or not blocks.isdisjoint(part.modules()):
+                raise refusal(
+                    "Blocks of a pipeline and what is around them must not be compiled: at every call of a block its "
+                    "stage decides.",
+                    got=f"{name} was compiled",
+                    source=type(self._module).__name__,
+                    change="leave out torch.compile there, or compile what is inside the blocks",
+                )
 
     def plan(self, table: ModuleTable, profile: ModelProfile) -> PipelinePlan | None:
         """Returns the pipeline's plan, None without stages."""

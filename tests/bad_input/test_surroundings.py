@@ -51,7 +51,8 @@ def test_16_mixed_as_string(strategy: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# Without a GPU Lightning makes bf16-mixed of the string, see the test above: there is nothing to refuse.
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Lightning takes 16-mixed as such on a CUDA device only")
 @pytest.mark.parametrize("strategy", ["pardist_fsdp", "instance"])
 def test_16_mixed_as_string_on_a_gpu(strategy: str) -> None:
     made: Any = HybridStrategy() if strategy == "instance" else strategy
@@ -83,7 +84,8 @@ def ask_for_a_gpu(strategy: Any) -> None:
     fit(strategy, accelerator="gpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+# The error is Lightning's, for a machine on which it finds no GPU.
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so asking for one is no mistake")
 def test_no_gpu(run_distributed: WorkerPool) -> None:
     """Lightning's own check comes first and says what is missing; it must not be lost, nor come after a wait."""
     results = run_distributed(errors_of, [(ask_for_a_gpu, ("pardist_fsdp",)), (ask_for_a_gpu, ({},))])
