@@ -41,14 +41,14 @@ def region_probes(
                 parameters=names,
                 args=tuple(map(_leaf, call.args)),
                 kwargs=kwargs,
-                shared_outputs=tuple(_shared_outputs(call.output, sharing)),
+                shared_outputs=tuple(_shared_outputs(call.output, sharing, inside)),
             )
 
 
-def _shared_outputs(output: Any, sharing: Sharing) -> Iterator[SharedOutput]:
+def _shared_outputs(output: Any, sharing: Sharing, regions: Sequence[int]) -> Iterator[SharedOutput]:
     """Yields what leaves the module in shares, such as attention weights per head, which nobody sums up."""
     for position, tensor in enumerate(tensors_in(output)):
-        dims = tuple(sharing.dims(tensor))
+        dims = tuple(dim for dim in sharing.dims(tensor) if dim.region in regions)
         if dims:
             yield SharedOutput(position=position, shape=tuple(int(size) for size in tensor.shape), dims=dims)
 
