@@ -126,38 +126,36 @@ def _vision_loss(net: nn.Module, batch: Any) -> Tensor:
 
 
 _SMALL_VIT = {"embed_dim": 64, "depth": 4, "num_heads": 4}
+_ANY_SIZE = """
+resnet18 resnet50 resnext50_32x4d seresnet18 densenet121 efficientnet_b0 mobilenetv2_100 mobilenetv3_small_050
+mobilenetv4_conv_small mnasnet_100 regnetx_002 regnety_002 convnext_atto convnextv2_atto poolformer_s12 eca_nfnet_l0
+rexnet_100 res2net50_26w_4s hrnet_w18_small dla34 dpn68 cspresnet50 darknet53 edgenext_xx_small efficientvit_b0
+fastvit_t8 repvgg_a0 mobilevit_xxs mobileone_s0 ghostnet_050 convmixer_768_32 inception_next_tiny focalnet_tiny_srf
+vovnet39a lcnet_050 starnet_s1 resnest14d pvt_v2_b0
+"""
+_OWN_SIZE = """
+swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 xcit_nano_12_p16_224 coat_lite_mini levit_128s maxvit_rmlp_pico_rw_256
+coatnet_pico_rw_224 resmlp_12_224 gmlp_ti16_224 pit_ti_224 twins_pcpvt_small visformer_tiny volo_d1_224 hiera_tiny_224
+tiny_vit_5m_224 convit_tiny efficientformer_l1 tnt_s_patch16_224 sequencer2d_s davit_tiny
+"""
+_VITS = """
+vit_tiny_patch16_224 deit_tiny_patch16_224 deit3_small_patch16_224 beit_base_patch16_224 vit_base_patch16_clip_224
+vit_base_patch16_siglip_224 cait_xxs24_224 samvit_base_patch16
+"""
 TIMM: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        "resnet18 resnet50 resnext50_32x4d seresnet18 densenet121 efficientnet_b0 mobilenetv2_100 mobilenetv3_small_050 "
-        "mobilenetv4_conv_small mnasnet_100 regnetx_002 regnety_002 convnext_atto convnextv2_atto poolformer_s12 "
-        "eca_nfnet_l0 rexnet_100 res2net50_26w_4s hrnet_w18_small dla34 dpn68 cspresnet50 darknet53 "
-        "edgenext_xx_small efficientvit_b0 fastvit_t8 repvgg_a0 mobilevit_xxs mobileone_s0 ghostnet_050 "
-        "convmixer_768_32 inception_next_tiny focalnet_tiny_srf vovnet39a lcnet_050 starnet_s1 resnest14d pvt_v2_b0".split(),
-        {},
-    ),
-    **dict.fromkeys(
-        "swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 xcit_nano_12_p16_224 coat_lite_mini levit_128s "
-        "maxvit_rmlp_pico_rw_256 coatnet_pico_rw_224 resmlp_12_224 gmlp_ti16_224 pit_ti_224 "
-        "twins_pcpvt_small visformer_tiny volo_d1_224 hiera_tiny_224 tiny_vit_5m_224 convit_tiny "
-        "efficientformer_l1 tnt_s_patch16_224 sequencer2d_s davit_tiny".split(),
-        {"img_size": PIXELS},
-    ),
-    **dict.fromkeys(
-        "vit_tiny_patch16_224 deit_tiny_patch16_224 deit3_small_patch16_224 beit_base_patch16_224 "
-        "vit_base_patch16_clip_224 vit_base_patch16_siglip_224 vit_small_patch14_dinov2 eva02_base_patch14_224 "
-        "cait_xxs24_224 samvit_base_patch16 mixer_b16_224".split(),
-        {"img_size": PIXELS, **_SMALL_VIT},
-    ),
-}  # fmt: skip
-TIMM["vit_small_patch14_dinov2"] = TIMM["eva02_base_patch14_224"] = {**_SMALL_VIT, "img_size": 56}
-TIMM["mixer_b16_224"] = {"img_size": PIXELS, "embed_dim": 64, "num_blocks": 4}
+    **{name: {} for name in _ANY_SIZE.split()},
+    **{name: {"img_size": PIXELS} for name in _OWN_SIZE.split()},
+    **{name: {"img_size": PIXELS, **_SMALL_VIT} for name in _VITS.split()},
+    **{name: {"img_size": 56, **_SMALL_VIT} for name in ("vit_small_patch14_dinov2", "eva02_base_patch14_224")},
+    "mixer_b16_224": {"img_size": PIXELS, "embed_dim": 64, "num_blocks": 4},
+}
+_TORCHVISION = """
+alexnet squeezenet1_1 resnet18 resnet50 wide_resnet50_2 resnext50_32x4d densenet121 googlenet mobilenet_v2
+mobilenet_v3_small mnasnet0_5 shufflenet_v2_x0_5 efficientnet_b0 regnet_y_400mf regnet_x_400mf convnext_tiny swin_t
+swin_v2_t
+"""
 TORCHVISION: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(
-        "alexnet squeezenet1_1 resnet18 resnet50 wide_resnet50_2 resnext50_32x4d densenet121 googlenet "
-        "mobilenet_v2 mobilenet_v3_small mnasnet0_5 shufflenet_v2_x0_5 efficientnet_b0 regnet_y_400mf regnet_x_400mf "
-        "convnext_tiny swin_t swin_v2_t".split(),
-        {},
-    ),
+    **{name: {} for name in _TORCHVISION.split()},
     "vit_b_16": {"image_size": PIXELS},
     "maxvit_t": {"input_size": (PIXELS, PIXELS), "partition_size": 2},
 }
@@ -247,13 +245,13 @@ def _of_users(name: str) -> Case:
     return Case(module, module.dataset(ROWS * STEPS, seed=5), collate=getattr(module, "collate", None))
 
 
-USER = (
-    *(f"tensor:{n}" for n in ("fused split", "fused unflatten", "interleaved", "grouped fused", "latent", "encoder",
-                              "encoder-3-heads", "tower", "vit")),
-    *(f"plain:{n}" for n in ("gpt", "recomputed_gpt", "skip_gpt", "vit", "encoder", "llama", "seq2seq", "convnet",
-                             "groupnorm", "recurrent", "autoencoder", "weight_penalty", "unused_parameters",
-                             "shared_weights", "bare_parameters", "scalar_parameters", "many_states", "routed_experts")),
-)  # fmt: skip
+_TENSOR = ("fused split", "fused unflatten", "interleaved", "grouped fused", "latent", "encoder", "encoder-3-heads",
+           "tower", "vit")  # fmt: skip
+_PLAIN = """
+gpt recomputed_gpt skip_gpt vit encoder llama seq2seq convnet groupnorm recurrent autoencoder weight_penalty
+unused_parameters shared_weights bare_parameters scalar_parameters many_states routed_experts chooser
+"""
+USER = (*(f"tensor:{name}" for name in _TENSOR), *(f"plain:{name}" for name in _PLAIN.split()))
 
 
 def names() -> dict[str, list[str]]:
