@@ -1,16 +1,16 @@
 """Models as they are, trained in one process and on two: equal, refused with a reason, or wrong?
 
-    PYTHONPATH=. python -m benchmarks.zoo                          all models, all layouts
-    PYTHONPATH=. python -m benchmarks.zoo --only 'transformers/*llama*' --layouts tp,pp
-    PYTHONPATH=. python -m benchmarks.zoo --write benchmarks/results/zoo.md    adds to the results there, and writes them
+    python -m benchmarks.zoo                                       all models, all layouts
+    python -m benchmarks.zoo --only 'transformers/*llama*' --layouts tp,pp
+    python -m benchmarks.zoo --write benchmarks/results/zoo.md     adds to the results there, and writes them
 
 Every causal language model of transformers that runs small from its config, the most used vision models of timm and
 torchvision, and LightningModules as users write them; random weights, dropout off. Each is wrapped in a LightningModule
 with a plain ``training_step`` and takes two steps of SGD with clipping, in one process and under ``HybridStrategy`` on
 two: ``fsdp`` (shard 2), ``tp`` (tensor 2) and ``pp`` (pipeline 2), with the same global batch of four rows.
 
-*Equal*: losses, every gradient before clipping, what clipping multiplied by, and the weights after two steps differ by at
-most 1e-5, relative as ``support/zoo_run.py`` says; fp32. Where a model's own rounding is coarser (the same step rounds
+*Equal*: losses, every gradient before clipping, what clipping multiplied by, and the weights after two steps differ by
+at most 1e-5, relative as ``support/zoo_run.py`` says; fp32. Where a model's own rounding is coarser (the same step rounds
 differently in another order), both runs are repeated in 64-bit numbers under the same bound; the table says so.
 A loss that is not a mean over rows (balance of experts over a whole batch) cannot be the same in parts: it must equal
 one process that accumulates the same parts; the table says so. Batch norms are synchronised
