@@ -9,11 +9,11 @@ torchvision, and LightningModules as users write them; random weights, dropout o
 with a plain ``training_step`` and takes two steps of SGD with clipping, in one process and under ``HybridStrategy`` on
 two: ``fsdp`` (shard 2), ``tp`` (tensor 2) and ``pp`` (pipeline 2), with the same global batch of four rows.
 
-*Equal*: losses, every gradient before clipping, what clipping multiplied by, and the weights after two steps differ by
-at most 1e-5, relative as ``support/zoo_run.py`` says; fp32. Where a model's own rounding is coarser (the same step rounds
-differently in another order), both runs are repeated in 64-bit numbers under the same bound; the table says so.
-A loss that is not a mean over rows (balance of experts over a whole batch) cannot be the same in parts: it must equal
-one process that accumulates the same parts; the table says so. Batch norms are synchronised
+*Equal*: losses, every gradient before clipping, what clipping multiplied by, and the weights after two steps differ
+by at most 1e-5, relative as ``support/zoo_run.py`` says; fp32. Where a model's own rounding is coarser (the same step
+rounds differently in another order), both runs are repeated in 64-bit numbers under the same bound; the table says
+so. A loss that is not a mean over rows (balance of experts over a whole batch) cannot be the same in parts: it must
+equal one process that accumulates the same parts; the table says so. Batch norms are synchronised
 (``Trainer(sync_batchnorm=True)``), and pipelines with batch norms take their batch in one micro-batch.
 
 *Refused*: an error with the rule and a way out, on every rank, before the first step. *Wrong*: anything else, a crash
