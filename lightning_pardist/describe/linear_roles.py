@@ -14,7 +14,6 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.profile import observe_step
-from lightning_pardist.describe.roles_blocks import stack_probes
 from lightning_pardist.describe.roles_solve import solve
 from lightning_pardist.describe.roles_trace import TraceRecorder
 from lightning_pardist.specs.tensor_roles import TensorRoles
@@ -59,6 +58,5 @@ def derive_roles(
                 change="change that line so that it does not need a tensor's value, or give an explicit plan",
             )
         ) from error
-    roles = solve(recorders[-1].trace, type(module).__name__)
-    stacks = tuple(stack_probes(module, recorders[-1].trace, profile.stacks, roles))
-    return replace(roles, stack_probes=stacks, assumptions=profile.assumptions, seconds=time.perf_counter() - started)
+    roles = solve(recorders[-1].trace, module, profile.stacks)
+    return replace(roles, assumptions=profile.assumptions, seconds=time.perf_counter() - started)

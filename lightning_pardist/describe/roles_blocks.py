@@ -10,6 +10,7 @@ from torch import nn
 
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.words import common_module
+from lightning_pardist.describe.roles_calls import Sharing
 from lightning_pardist.describe.roles_probes import region_members, region_probe
 from lightning_pardist.describe.roles_shapes import elementwise
 from lightning_pardist.describe.roles_state import RULES
@@ -19,7 +20,7 @@ from lightning_pardist.specs.tensor_roles import RegionProbe, StackProbe, Tensor
 
 
 def stack_probes(
-    module: nn.Module, trace: Trace, stacks: Sequence[StackProfile], roles: TensorRoles
+    module: nn.Module, trace: Trace, stacks: Sequence[StackProfile], roles: TensorRoles, sharing: Sharing
 ) -> Iterator[StackProbe]:
     """Yields what is to be tried of every stack whose blocks were seen.
 
@@ -34,11 +35,13 @@ def stack_probes(
         yield StackProbe(
             blocks=blocks,
             between=_between(trace, blocks, hidden),
-            probes=tuple(_probes(module, trace, blocks, roles)),
+            probes=tuple(_probes(module, trace, blocks, roles, sharing)),
         )
 
 
-def _probes(module: nn.Module, trace: Trace, blocks: Sequence[str], roles: TensorRoles) -> Iterator[RegionProbe]:
+def _probes(
+    module: nn.Module, trace: Trace, blocks: Sequence[str], roles: TensorRoles, sharing: Sharing
+) -> Iterator[RegionProbe]:
     members = {region.index: region_members(region, roles.calls) for region in roles.regions}
     around = common_module(blocks)
     for names in members.values():
@@ -46,7 +49,7 @@ def _probes(module: nn.Module, trace: Trace, blocks: Sequence[str], roles: Tenso
             around = common_module([around, *names])
             if around and around in trace.module_calls:
                 inside = tuple(i for i, n in members.items() if all(_is_in(name, around) for name in n))
-                yield region_probe(trace, around, inside, roles.regions)
+                yield region_probe(trace, around, inside, roles.regions, sharing)
             return
     seen: set[object] = set()
     for block in blocks:
@@ -54,7 +57,7 @@ def _probes(module: nn.Module, trace: Trace, blocks: Sequence[str], roles: Tenso
         if kind not in seen:
             seen.add(kind)
             inside = tuple(i for i, n in members.items() if all(_is_in(name, block) for name in n))
-            yield region_probe(trace, block, inside, roles.regions)
+            yield region_probe(trace, block, inside, roles.regions, sharing)
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
@@ -68,7 +71,7 @@ def _is_in(name: str, block: str) -> bool:
 
 def _between(trace: Trace, blocks: Sequence[str], hidden: str) -> str:
     """Returns what the code between the blocks does with the hidden state that cannot be done position by position."""
-    ends = [next(iter(tensors_in(trace.module_outputs.get(name))), None) for name in blocks[:-1]]
+    ends = [next(iter(tensors_in(trace.module_calls[name].output)), None) for name in blocks[:-1]]
     sharded = {id(end) for end in ends if end is not None}
     inside = frozenset(blocks)
     for call in trace.calls:

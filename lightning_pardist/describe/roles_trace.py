@@ -46,12 +46,13 @@ class Call:
     """Index of its event; None if nothing in it depends on parameters."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModuleCall:
-    """What a module was first called with."""
+    """What a module was first called with, and what it returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    output: Any = None
 
 
 @dataclass
@@ -66,8 +67,6 @@ class Trace:
     calls: list[Call] = field(default_factory=list)
     module_calls: dict[str, ModuleCall] = field(default_factory=dict)
     """Module name -> its first call."""
-    module_outputs: dict[str, Any] = field(default_factory=dict)
-    """Module name -> what its first call gave back."""
     outputs: list[torch.Tensor] = field(default_factory=list)
     """Tensors that leave the module, for a run of its forward."""
 
@@ -96,6 +95,8 @@ class TraceRecorder(TorchFunctionMode):
         self._depends = {id(parameter) for parameter in self.trace.parameters.values()}
         self._nodes: dict[Any, list[torch.Tensor]] = {}
         self._running: list[str] = []
+        self._first: list[bool] = []
+        """Of the running calls: is it the first one of its module?"""
         self._entries = [0]
         self._count = 0
 
@@ -119,13 +120,15 @@ class TraceRecorder(TorchFunctionMode):
         self._running.append(name)
         self._count += 1
         self._entries.append(self._count)
-        if current_autograd_node() is None:
-            self.trace.module_calls.setdefault(name, ModuleCall(args, dict(kwargs)))
+        is_first = current_autograd_node() is None and name not in self.trace.module_calls
+        if is_first:
+            self.trace.module_calls[name] = ModuleCall(args, dict(kwargs))
+        self._first.append(is_first)
 
     def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._first.pop():
+            self.trace.module_calls[name].output = output
         self._running.pop()
-        if current_autograd_node() is None:
-            self.trace.module_outputs.setdefault(name, output)
         self._entries.pop()
 
     def _keep_outputs(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -152,7 +152,8 @@ def _noted(step: RealStep, output: Any) -> Run:
     found = [t.whole() if isinstance(t, VocabularyShards) else t for t in tensors_of(output)]
     named = {f"the logged {name}": value for name, value in step.logged.items()}
     named |= {f"the buffer {n}": b.detach() for n, b in step.module.named_buffers() if b.is_floating_point()}
-    return Run(outputs=[out.detach() for out in found if out.is_floating_point()], named=named)
+    floats = enumerate(out.detach() for out in found if out.is_floating_point())
+    return Run(outputs=dict(floats), named=named)
 
 
 @contextmanager

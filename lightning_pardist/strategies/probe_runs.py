@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -20,6 +20,7 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.tensor_mode import TensorMode
+from lightning_pardist.run.whole_sizes import held_indices
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
 from lightning_pardist.specs.tensor_plan import TensorPlan
 from lightning_pardist.specs.tensor_roles import RegionProbe
@@ -28,6 +29,10 @@ from lightning_pardist.torch_dtensor_api import local_tensor
 
 TOLERANCE = 1e-4
 """Of the largest element: rounding of fp32 sums in another order stays two orders below, a wrong layout far above."""
+
+
+Share = Callable[[int, Tensor], Tensor]
+"""Given the place of an output and the whole of it, returns what is expected of this rank."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +53,8 @@ class Verdict:
 class Run:
     """What one forward and backward pass gave."""
 
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    """By their place among the tensors that are returned."""
     inputs: list[Tensor | None] = field(default_factory=list)
     """Gradients of the inputs."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -82,14 +88,16 @@ def try_on_shares(
             return Verdict(skipped=first_line(error))
         model = cut_copy(reference, plan, meshes)
         del reference
-        dry = _run_on_shares(model, made, (), dry=True)
+        rank = int(meshes.tensor.get_local_rank())
+        share = partial(_share_of, probe=probe, plan=plan, rank=rank)
+        want.outputs = {index: share(index, out) for index, out in want.outputs.items()}
+        dry = _run_on_shares(model, made, share, (), dry=True)
         # A rank with other sizes may fail alone: nobody may wait for it in a collective.
         if any(gather_objects(isinstance(dry, str), meshes)):
             return Verdict(problem=dry if isinstance(dry, str) else "")
-        got = _run_on_shares(model, made, watched, dry=False)
+        got = _run_on_shares(model, made, share, watched, dry=False)
         if isinstance(got, str):
             return Verdict(problem=got)
-        rank = int(meshes.tensor.get_local_rank())
         largest, problem = difference(got, want, plan, rank)
         culprit = _first_that_differs(top, got, want, plan, rank) if problem else ""
         return Verdict(difference=largest, problem=problem, culprit=culprit)
@@ -127,11 +135,11 @@ def _reference(
     for made in candidates(probe, device):
         torch.manual_seed(1)
         try:
-            run = _forward_backward(module, made, watched)
+            run = _forward_backward(module, made, _all_of, watched)
         except Exception as error:  # the inputs are made up, so the module may refuse them
             refused = error
             continue
-        if all(bool(torch.isfinite(out).all()) for out in run.outputs):
+        if all(bool(torch.isfinite(out).all()) for out in run.outputs.values()):
             run.parameters = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
             module.zero_grad()
             return run, made
@@ -139,25 +147,54 @@ def _reference(
     raise refused
 
 
-def _forward_backward(module: nn.Module, made: MadeUp, watched: Collection[str]) -> Run:
+def _forward_backward(module: nn.Module, made: MadeUp, share: Share, watched: Collection[str]) -> Run:
     args, kwargs, leaves = made.call()
     run = Run()
     handles = [
         module.get_submodule(name).register_forward_hook(partial(_note_inner, run.inner, name)) for name in watched
     ]
     try:
-        outputs = [out for out in tensors_in(module(*args, **kwargs)) if out.is_floating_point()]
+        outputs = list(enumerate(tensors_in(module(*args, **kwargs))))
     finally:
         for handle in handles:
             handle.remove()
-    trained = [out for out in outputs if out.requires_grad]
+    trained = {index: out for index, out in outputs if out.is_floating_point() and out.requires_grad}
     generator = torch.Generator().manual_seed(2)
-    total = sum((out * torch.randn(out.shape, generator=generator).to(made.device)).sum() for out in trained)
+    total: Tensor | int = 0
+    for index, out in trained.items():
+        whole = torch.randn(_whole_shape(index, out, made.probe), generator=generator)
+        total = total + (out * share(index, whole).to(made.device)).sum()
     if isinstance(total, Tensor):
         total.backward()
-    run.outputs = [out.detach() for out in trained]
+    run.outputs = {index: out.detach() for index, out in trained.items()}
     run.inputs = [leaf.grad for leaf in leaves]
     return run
+
+
+def _all_of(position: int, out: Tensor) -> Tensor:
+    return out
+
+
+def _whole_shape(position: int, out: Tensor, probe: RegionProbe) -> list[int]:
+    """Returns the shape of the whole of an output, of which a rank may have a share."""
+    shape = list(out.shape)
+    for shared in probe.shared_outputs:
+        if shared.position == position and len(shared.shape) == len(shape):
+            for dim in shared.dims:
+                shape[dim.dim] = shared.shape[dim.dim]
+    return shape
+
+
+def _share_of(position: int, out: Tensor, *, probe: RegionProbe, plan: TensorPlan, rank: int) -> Tensor:
+    """Returns what a rank has of the whole of an output."""
+    for shared in probe.shared_outputs:
+        if shared.position == position and out.dim() == len(shared.shape):
+            for dim in shared.dims:
+                share = plan.shares[dim.region]
+                if share is not None and out.shape[dim.dim] == shared.shape[dim.dim]:
+                    held = held_indices(dim, share, rank, out.shape[dim.dim])
+                    out = out.index_select(dim.dim, held.to(out.device))
+    return out
 
 
 def _note_inner(inner: dict[str, Tensor], name: str, module: nn.Module, args: Any, output: Any) -> None:
@@ -191,7 +228,9 @@ def cut_copy(module: nn.Module, plan: TensorPlan, meshes: Meshes, ignored: tuple
     return model
 
 
-def _run_on_shares(model: ParallelModel, made: MadeUp, watched: Collection[str], *, dry: bool) -> Run | str:
+def _run_on_shares(
+    model: ParallelModel, made: MadeUp, share: Share, watched: Collection[str], *, dry: bool
+) -> Run | str:
     """Returns what a run gave, or what ended it; one that is dry exchanges nothing."""
     mode = TensorMode(model, dry=dry)
     partial_gradients = PartialGradients(model)
@@ -201,7 +240,7 @@ def _run_on_shares(model: ParallelModel, made: MadeUp, watched: Collection[str],
     try:
         torch.manual_seed(1)
         with mode.step():
-            run = _forward_backward(model.module, made, watched)
+            run = _forward_backward(model.module, made, share, watched)
     except Exception as error:
         return f"{type(error).__name__}: {first_line(error)}, at {blame(error)}"
     finally:
@@ -228,7 +267,7 @@ def difference(got: Run, want: Run, plan: TensorPlan, rank: int) -> tuple[float,
     """
     layouts = {layout.parameter: layout for layout in plan.layouts}
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
-    pairs += [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(got.outputs, want.outputs))]
+    pairs += [(f"output {i}", got.outputs.get(i), out) for i, out in want.outputs.items()]
     pairs += [(f"the gradient of input {i}", a, b) for i, (a, b) in enumerate(zip(got.inputs, want.inputs))]
     pairs += [(name, got.named.get(name), want.named.get(name)) for name in want.named.keys() | got.named.keys()]
     for name, whole in want.parameters.items():
