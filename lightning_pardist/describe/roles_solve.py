@@ -39,11 +39,15 @@ def solve(trace: Trace, module: nn.Module, stacks: Sequence[StackProfile]) -> Te
         stacks: of its blocks.
     """
     reasons: dict[str, str] = {}
+    unknown: dict[str, Event] = {}
     while True:
         state = _pass(trace, reasons)
+        unknown = state.unknown | unknown
         chosen = _chosen(state.uses)
         failed = _failures(state, chosen, reasons)
         if not failed:
+            # The last pass does not reach what has made the layers before it whole.
+            state.unknown |= {n: e for n, e in unknown.items() if any(f" {n}" in why for why in reasons.values())}
             return _Assembler(trace, state, chosen, reasons).roles(module, stacks)
         reasons |= failed
 

@@ -36,7 +36,7 @@ from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.run.vocabulary import VocabularyShards
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.tensor_plan import TensorPlan
-from lightning_pardist.strategies.probe_runs import Run, Verdict, cut_copy, difference, first_line
+from lightning_pardist.strategies.probe_runs import Run, Verdict, cut_copy, difference, first_line, keep_share
 from lightning_pardist.strategies.sample import Sample
 from lightning_pardist.torch_dtensor_api import local_tensor
 
@@ -94,6 +94,7 @@ def _compared(plan: TensorPlan, step: FirstStep) -> Verdict:
         return Verdict(problem=problem)
     want.parameters = {n: p.grad.detach() for n, p in whole.module.named_parameters() if p.grad is not None}
     del whole
+    keep_share(want, plan, int(step.meshes.tensor.get_local_rank()))
     # A rank with other sizes may fail alone: nobody may wait for it in a collective.
     dry = _on_shares(plan, step, dry=True)
     failed = _agreed(dry if isinstance(dry, str) else "", step)
@@ -102,7 +103,7 @@ def _compared(plan: TensorPlan, step: FirstStep) -> Verdict:
     got = _on_shares(plan, step, dry=False)
     if isinstance(got, str):
         return Verdict(problem=got)
-    largest, problem = difference(got, want, plan, int(step.meshes.tensor.get_local_rank()))
+    largest, problem = difference(got, want)
     return Verdict(difference=largest, problem=problem)
 
 

@@ -86,9 +86,10 @@ def try_on_shares(
             want, made = _reference(reference, probe, device, watched)
         except Exception as error:  # the inputs are made up, so the module may refuse them
             return Verdict(skipped=first_line(error))
+        rank = int(meshes.tensor.get_local_rank())
+        keep_share(want, plan, rank)
         model = cut_copy(reference, plan, meshes)
         del reference
-        rank = int(meshes.tensor.get_local_rank())
         share = partial(_share_of, probe=probe, plan=plan, rank=rank)
         want.outputs = {index: share(index, out) for index, out in want.outputs.items()}
         dry = _run_on_shares(model, made, share, (), dry=True)
@@ -98,7 +99,7 @@ def try_on_shares(
         got = _run_on_shares(model, made, share, watched, dry=False)
         if isinstance(got, str):
             return Verdict(problem=got)
-        largest, problem = difference(got, want, plan, rank)
+        largest, problem = difference(got, want)
         culprit = _first_that_differs(top, got, want, plan, rank) if problem else ""
         return Verdict(difference=largest, problem=problem, culprit=culprit)
 
@@ -109,8 +110,8 @@ def _copied(top: nn.Module, device: torch.device) -> nn.Module:
     for child in made.modules():
         for key, parameter in child.named_parameters(recurse=False):
             fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 0
-            fresh = torch.randn(parameter.shape, device=device) * (fan_in**-0.5 if fan_in else 0.1)
-            fresh = fresh if fan_in else fresh + (1.0 if key == "weight" else 0.0)
+            fresh = torch.randn(parameter.shape, device=device).mul_(fan_in**-0.5 if fan_in else 0.1)
+            fresh = fresh if fan_in else fresh.add_(1.0 if key == "weight" else 0.0)
             child.register_parameter(key, nn.Parameter(fresh, requires_grad=True))
         for key, buffer in child.named_buffers(recurse=False):
             if buffer is not None:
@@ -256,23 +257,25 @@ def _run_on_shares(
     return run
 
 
-def difference(got: Run, want: Run, plan: TensorPlan, rank: int) -> tuple[float, str]:
+def keep_share(run: Run, plan: TensorPlan, rank: int) -> None:
+    """Drops the gradients of other ranks' shares, one by one: the whole and its copy are never there together."""
+    layouts = {layout.parameter: layout for layout in plan.layouts}
+    for name in run.parameters.keys() & layouts.keys():
+        run.parameters[name] = local_part(run.parameters[name], layouts[name], rank)
+
+
+def difference(got: Run, want: Run) -> tuple[float, str]:
     """Returns the largest relative difference, and what is wrong, if anything.
 
     Args:
         got: of a run on this rank's shares.
-        want: of the same run on the whole module.
-        plan: how it was cut.
-        rank: on the tensor axis.
+        want: what this rank has of the same run on the whole module.
     """
-    layouts = {layout.parameter: layout for layout in plan.layouts}
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
     pairs += [(f"output {i}", got.outputs.get(i), out) for i, out in want.outputs.items()]
     pairs += [(f"the gradient of input {i}", a, b) for i, (a, b) in enumerate(zip(got.inputs, want.inputs))]
     pairs += [(name, got.named.get(name), want.named.get(name)) for name in want.named.keys() | got.named.keys()]
-    for name, whole in want.parameters.items():
-        mine = local_part(whole, layouts[name], rank) if name in layouts else whole
-        pairs.append((f"the gradient of {name}", got.parameters.get(name), mine))
+    pairs += [(f"the gradient of {n}", got.parameters.get(n), mine) for n, mine in want.parameters.items()]
     largest = 0.0
     for what, ours, expected in pairs:
         if ours is None or expected is None:

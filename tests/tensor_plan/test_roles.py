@@ -353,10 +353,10 @@ class Sorting(nn.Module):
 
 
 def test_a_function_without_a_rule_is_told_with_its_module_and_what_to_do() -> None:
-    module = nn.Sequential(Sorting(), models.MLP())
+    module = nn.Sequential(Sorting(), nn.LayerNorm(models.WIDTH), models.MLP())
     plan = make_tensor_plan(derive_roles(module, models.hidden(), entry="forward"), size=2)
-    assert {name: plan.role_of(name) for name in ("0.up", "0.down", "1.up", "1.down")} == {
-        "0.up": "replicate", "0.down": "replicate", "1.up": "column", "1.down": "row"
+    assert {name: plan.role_of(name) for name in ("0.up", "0.down", "2.up", "2.down")} == {
+        "0.up": "replicate", "0.down": "replicate", "2.up": "column", "2.down": "row"
     }  # fmt: skip
     assert plan.notes == (
         "renorm in 0 has no rule for shares, so what it meets is whole: leave it so, write it with functions of torch "
