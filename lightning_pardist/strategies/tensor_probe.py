@@ -8,6 +8,7 @@ twice.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -24,6 +25,8 @@ from lightning_pardist.strategies.probe_runs import Verdict, try_on_shares
 
 LARGEST_BYTES = 2 << 30
 """Modules with more parameters than this are not tried alone (a region that spans many blocks)."""
+_LARGE_BYTES = 64 << 20
+"""A collection of garbage takes some tenths of a second; what smaller modules leave behind may wait."""
 
 
 def prove_plan(
@@ -108,12 +111,15 @@ class _Trial:
     def problem(self, probe: RegionProbe, plan: TensorPlan) -> str:
         """Returns what went wrong on any rank; empty if nothing, or if the module could not be tried."""
         top = self._module.get_submodule(probe.module)
-        if sum(p.numel() * p.element_size() for p in top.parameters()) > LARGEST_BYTES:
+        size = sum(p.numel() * p.element_size() for p in top.parameters())
+        if size > LARGEST_BYTES:
             self.missed.append(f"{probe.module} was not tried alone: it is larger than {LARGEST_BYTES >> 30} GiB")
             return ""
         everybody: list[Verdict] = gather_objects(
             try_on_shares(top, plan, probe, self._meshes, self._device), self._meshes
         )
+        if size > _LARGE_BYTES:
+            gc.collect()  # graphs and hooks refer to each other: what was tried must not stay beside the next
         if reasons := [verdict.skipped for verdict in everybody if verdict.skipped]:
             self.missed.append(f"{probe.module} could not be tried alone: {reasons[0]}")
             return ""
