@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -17,6 +19,8 @@ from lightning_pardist.torch_dtensor_api import as_dtensor, local_tensor
 if TYPE_CHECKING:
     from torch.nn.parallel import DistributedDataParallel
 
+
+_T = TypeVar("_T")
 
 ROOT_CALL = "_pardist_root_call"
 """Name of the method on a sharded module that runs a function between the root's hooks."""
@@ -78,6 +82,18 @@ class HeldShard(HeldParameter):
             self.stored.grad = as_dtensor(gradient, self.stored)
 
 
+class OnShares(Protocol):
+    """Who lets the module's code run on this rank's shares of its matrices."""
+
+    def run(self, fn: Callable[[], _T]) -> _T:
+        """Returns ``fn()``, run on shares."""
+        ...
+
+    def again(self, block: str) -> Callable[[], AbstractContextManager[object]]:
+        """Returns what makes a context in which a block computes once more what it computes now."""
+        ...
+
+
 class BlockListener(Protocol):
     """Who decides what blocks do while a stage of a pipeline runs the user's step."""
 
@@ -133,10 +149,22 @@ class ParallelModel:
     """What the plan was made from."""
     reducer: DistributedDataParallel | None = None
     """Set while training under ``replicate``."""
-    tensor_mode: Any = None
-    """What runs steps on shares of matrices (``run.tensor_mode.TensorMode``), with its hooks; None before the first."""
+    tensor_mode: OnShares | None = None
+    """What runs steps on shares of matrices, with its hooks; None before the first."""
     pipeline: PipelineCut | None = None
     """Set if the module was cut into stages."""
+
+    @contextmanager
+    def shown(self) -> Iterator[None]:
+        """Lets code see plain tensors where the world sees DTensors that fully_shard does not hold."""
+        hidden = [held for held in (*self.scalars, *self.shards) if not held.is_local]
+        for held in hidden:
+            held.show_local()
+        try:
+            yield
+        finally:
+            for held in hidden:
+                held.show_stored()
 
     @property
     def absent(self) -> frozenset[str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,8 +25,8 @@ def recompute_blocks(model: ParallelModel) -> None:
     """Makes the blocks of the plan recompute their activations in the backward pass."""
     plan = model.plan.recompute
     kept = frozenset(operator for overloads in resolve_ops(plan.ops).values() for operator in overloads)
-    how = Recomputation(kept=kept, during=_scalars_as_in_forward(model))
     for name in plan.blocks:
+        how = Recomputation(kept=kept, during=partial(_as_in_forward, model, name))
         recompute_block(model.module.get_submodule(name), how)
 
 
@@ -52,16 +53,6 @@ def _compile(block: nn.Module, options: CompileOptions) -> None:
     replace_forward(block, forward)
 
 
-def _scalars_as_in_forward(model: ParallelModel) -> Callable[[], AbstractContextManager[None]]:
-    """Returns a context in which held scalars are the plain tensors that the forward pass saw."""
-
-    @contextmanager
-    def during() -> Iterator[None]:
-        with ExitStack() as stack:
-            for held in model.scalars:
-                if not held.is_local:
-                    stack.callback(held.show_stored)
-                    held.show_local()
-            yield
-
-    return during
+def _as_in_forward(model: ParallelModel, block: str) -> Callable[[], AbstractContextManager[object]]:
+    """Returns what makes a context to compute a block in as now: on this rank's shares, on a tensor axis."""
+    return nullcontext if model.tensor_mode is None else model.tensor_mode.again(block)

@@ -26,7 +26,8 @@ class TensorCutter:
         self._mesh = model.meshes.tensor
         self._rank = int(self._mesh.get_local_rank())
         self._layouts = {layout.parameter: layout for layout in plan.tensor.layouts}
-        apart = {*plan.data_parallel.ignored_parameters}
+        # What another stage holds is NaN here, and takes no memory.
+        apart = {*plan.data_parallel.ignored_parameters, *model.absent}
         self._names = {id(p): name for name, p in model.module.named_parameters() if name not in apart}
         self._owners: dict[int, list[tuple[nn.Module, str]]] = {}
         for module in model.module.modules():

@@ -51,6 +51,7 @@ __all__ = [
     "storage_key",
     "tree_flatten",
     "tree_unflatten",
+    "under_dispatch_mode",
     "version_counter",
     "without_dispatch_modes",
     "without_function_modes",
@@ -127,6 +128,11 @@ def own_buffers(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
 def without_dispatch_modes() -> AbstractContextManager[object]:
     """Returns a context in which operators run for real, whatever dispatch modes are active."""
     return _disable_current_modes()
+
+
+def under_dispatch_mode() -> bool:
+    """Returns whether a dispatch mode sees every operator now, as that of selective recomputation does."""
+    return bool(torch._C._len_torch_dispatch_stack())
 
 
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -20,6 +21,7 @@ from lightning_pardist.run.reduce import average_gradients, average_scalars
 from lightning_pardist.run.shared_gradients import SharedGradients
 from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRun, value_shapes
 from lightning_pardist.run.step import model_device
+from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.unused import UsedInStep
 from lightning_pardist.specs.pipeline_options import SINGLE_STAGE
 from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan, StagePlan
@@ -72,6 +74,7 @@ class PipelineRunner:
         self._schedules: dict[tuple[int, bool], Any] = {}
         sets = list(dict.fromkeys(ranks for _, ranks in self._plan.shared_parameters))
         self._shared = SharedGradients(model, stage_groups(model.meshes, sets))
+        self._partial = PartialGradients(model) if model.plan.tensor is not None else None
         self.moments: list[Moment] | None = None
         """Set to a list to have the actions of the next steps measured."""
         self.at_action: Callable[[str, int, int], None] = lambda kind, stage, micro: None
@@ -110,23 +113,29 @@ class PipelineRunner:
             ]
             stage.watch = self._watch(run)
             reaches_back = all(tensor.requires_grad for part in traffic for tensor in part.receives)
-            stage.backward_is_whole = not (reaches_back and splits_well(request.flow, program.stage))
+            splits = reaches_back and splits_well(request.flow, program.stage)
+            # Recomputed blocks would be computed once more for each half.
+            stage.backward_is_whole = bool(self._model.plan.recompute.blocks) or not splits
             stage.prepare(traffic, has_backward=request.training)
-        for held in self._model.scalars:
-            held.show_local()
+        for shard in self._model.shards:
+            shard.take_gradient()
         if self._root is not None:
             api.begin_whole_gradients(self._root)
         draws = request.training and self._plan.draws_random
         devices = [self._device] if self._device.type == "cuda" else []
         try:
-            with torch.random.fork_rng(devices=devices) if draws else nullcontext(), checkpoints_without_reentry():
+            with (
+                self._model.shown(),
+                torch.random.fork_rng(devices=devices) if draws else nullcontext(),
+                checkpoints_without_reentry(),
+            ):
                 kwargs = [{"micro": micro} for micro in range(len(request.micros))]
                 api.run_schedule(schedule, kwargs, has_backward=request.training)
         finally:
             for program in self._programs:
                 program.run = None
-            for held in self._model.scalars:
-                held.show_stored()
+            for shard in self._model.shards:
+                shard.publish_gradient()
         return run
 
     def finish_gradients(self, *, reduce_shards: bool, window_ends: bool) -> None:
@@ -144,10 +153,16 @@ class PipelineRunner:
                 used.drop_unused()
         if not window_ends:
             return
+        for shard in model.shards:
+            shard.take_gradient()  # earlier micro-steps' gradients have been added to the DTensor's
         if model.kind == "replicate":
             average_gradients(model, agree=False)
         if model.kind == "shard":
             average_scalars(model)
+        for shard in model.shards:
+            shard.publish_gradient()
+        if self._partial is not None:
+            self._partial.end_window()
         self._shared.add_up()
 
     def drop_gradients(self) -> None:
@@ -156,9 +171,13 @@ class PipelineRunner:
             api.drop_whole_gradients(self._model.module)
 
     def _root_call(self) -> Callable[[Callable[[], Any]], Any]:
+        """Returns what runs a function on whole parameters, or on this rank's share of them on a tensor axis."""
+        mode = self._model.tensor_mode
+        on_shares: Callable[[Callable[[], Any]], Any] = (lambda fn: fn()) if mode is None else mode.run
         if self._root is None:
-            return lambda fn: fn()
-        return cast(Callable[[Callable[[], Any]], Any], getattr(self._model.module, ROOT_CALL))
+            return on_shares
+        call = cast(Callable[[Callable[[], Any]], Any], getattr(self._model.module, ROOT_CALL))
+        return lambda fn: call(partial(on_shares, fn))
 
     def _watch(self, run: StepRun) -> Callable[[str, int, int, Callable[[], Any]], Any]:
         rank = self._programs[0].stage.rank

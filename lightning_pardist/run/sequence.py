@@ -11,7 +11,8 @@ one collective.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,14 @@ class _Positions:
     """Of the whole hidden state."""
 
 
+@dataclass(frozen=True)
+class SequenceState:
+    """Where in a stack the code is."""
+
+    positions: _Positions | None
+    inside: int
+
+
 class SequenceShards:
     """The running stack of one rank, if any."""
 
@@ -62,6 +71,21 @@ class SequenceShards:
         """Forgets a stack that an exception has ended."""
         self._now, self._inside = None, 0
         self._flat.clear()
+
+    def state(self) -> SequenceState:
+        """Returns where the code is now."""
+        return SequenceState(self._now, self._inside)
+
+    @contextmanager
+    def as_it_was(self, state: SequenceState) -> Iterator[None]:
+        """Lets code run as if it were where it was, as a block that is recomputed in the backward pass must."""
+        before = self.state()
+        self._now, self._inside = state.positions, state.inside
+        try:
+            yield
+        finally:
+            self._now, self._inside = before.positions, before.inside
+            self._flat.clear()
 
     # ---- the stack ---------------------------------------------------------------------------------------------------
 
@@ -85,7 +109,8 @@ class SequenceShards:
 
         handles: list[Any] = [
             first.register_forward_pre_hook(enter, with_kwargs=True, prepend=False),
-            last.register_forward_hook(leave),
+            # Ahead of others: the hook that ends a pipeline stage takes what it sees.
+            last.register_forward_hook(leave, prepend=True),
         ]
         for name in dict.fromkeys(stack.around_regions):
             owner = module.get_submodule(name)

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from lightning_pardist.parallel_model import ParallelModel
-from lightning_pardist.torch_dtensor_api import local_tensor
+from lightning_pardist.torch_dtensor_api import as_dtensor, local_tensor
 
 
 class SharedGradients:
@@ -60,13 +60,4 @@ def _local_gradient(parameter: nn.Parameter) -> Tensor:
 
 
 def _like(parameter: nn.Parameter, local: Tensor) -> Tensor:
-    if not isinstance(parameter, DTensor):
-        return local
-    return DTensor.from_local(
-        local,
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=parameter.shape,
-        stride=parameter.stride(),
-    )
+    return as_dtensor(local, parameter) if isinstance(parameter, DTensor) else local

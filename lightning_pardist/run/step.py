@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -60,7 +61,7 @@ class StepRunner:
         has_tensor_axis = model.plan.tensor is not None
         if has_tensor_axis and model.tensor_mode is None:
             model.tensor_mode = TensorMode(model)  # once: its hooks stay on the module from one entry to the next
-        self._tensor: TensorMode | None = model.tensor_mode
+        self._tensor = model.tensor_mode
         self._partial = PartialGradients(model) if has_tensor_axis else None
 
     @property
@@ -72,7 +73,7 @@ class StepRunner:
         """Returns ``fn()``, run with parameters gathered and gradients to be reduced as the plan says."""
         model = self._model
         if self._tensor is not None:
-            fn = self._on_tensor_axis(self._tensor, fn)
+            fn = partial(self._tensor.run, fn)
         if model.kind == "none":
             with self._shards_shown():
                 return fn()
@@ -82,45 +83,28 @@ class StepRunner:
             with self._shards_shown():
                 return self._forward_replicated(fn)
         self._inside_step = True
-        for held in model.scalars:
-            held.show_local()
         try:
-            return cast(_T, getattr(model.module, ROOT_CALL)(fn))
+            with model.shown():
+                return cast(_T, getattr(model.module, ROOT_CALL)(fn))
         except BaseException:
             self._abandon()
             raise
         finally:
             self._inside_step = False
-            for held in model.scalars:
-                held.show_stored()
             if self._manual:
                 # Optimizers ran inside the step; whole copies made before them must not be seen again.
                 self.free_gathered()
 
-    @staticmethod
-    def _on_tensor_axis(mode: TensorMode, fn: Callable[[], _T]) -> Callable[[], _T]:
-        def run() -> _T:
-            with mode.step():
-                return fn()
-
-        return run
-
     @contextmanager
     def _shards_shown(self) -> Iterator[None]:
         """Lets the user's code see plain tensors where fully_shard does not see to it."""
-        shards, outer = self._model.shards, self._inside_step
-        if not shards:
-            yield
-            return
-        for held in shards:
-            held.show_local()
-        self._inside_step = True
-        try:
-            yield
-        finally:
-            self._inside_step = outer
-            for held in shards:
-                held.show_stored()
+        outer = self._inside_step
+        with self._model.shown():
+            self._inside_step = outer or bool(self._model.shards)
+            try:
+                yield
+            finally:
+                self._inside_step = outer
 
     def loss_to_backward(self, loss: Tensor) -> Tensor:
         """Returns the loss with the root's backward hooks attached.
@@ -137,6 +121,10 @@ class StepRunner:
         if self._manual and self._model.kind == "shard":
             return cast(Tensor, getattr(self._model.module, ROOT_CALL)(lambda: loss))
         return loss
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Returns the context of a backward pass: what is recomputed finds what it found in the forward pass."""
+        return self._model.shown()
 
     def after_backward(self) -> None:
         """Finishes the gradients of a backward pass and, inside a manual step, makes the root usable again."""

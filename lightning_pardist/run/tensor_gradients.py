@@ -86,9 +86,11 @@ class PartialGradients:
         named = dict(model.module.named_parameters())
         sharded = {layout.parameter for layout in plan.layouts}
         for name in plan.partial_parameters:
-            if name in named and name not in sharded:
+            if name in named and name not in sharded and name not in model.absent:
                 yield _Summed(named[name], None, 0, 0, 0, 1)
         for layout in plan.layouts:
+            if layout.parameter in model.absent:
+                continue  # another pipeline stage's
             parameter = named[layout.parameter]
             unit = next((p for p in parameter.placements if isinstance(p, UnitShard)), None)  # type: ignore[attr-defined]
             for start, length, holders in held_by_several(parameter, unit) if unit is not None else ():

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,14 +23,17 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist import torch_dist_api
 from lightning_pardist.base.function_names import function_name
+from lightning_pardist.base.nested import leaves, map_leaves
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
-from lightning_pardist.run.sequence import SequenceShards
+from lightning_pardist.run.sequence import SequenceShards, SequenceState
 from lightning_pardist.run.tensor_ops import sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
-from lightning_pardist.specs.tensor_plan import TensorLayout, TensorPlan
+from lightning_pardist.specs.tensor_plan import SequenceStack, TensorLayout, TensorPlan
 from lightning_pardist.specs.tensor_roles import ShardCall, TensorRole
+
+_T = TypeVar("_T")
 
 _LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
 _BIASED = frozenset(["addmm", "baddbmm"])
@@ -80,6 +84,7 @@ class TensorMode(TorchFunctionMode):
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._names: dict[Any, str] = {}
         self._running = threading.local()
+        self._scopes: dict[str, tuple[dict[tuple[str, int], ShardCall], frozenset[str]]] = {}
         self._sequence = SequenceShards(self._rank, self._size, self._group)
         self._know_weights()
         self._install_scopes()
@@ -117,6 +122,7 @@ class TensorMode(TorchFunctionMode):
             by_module.setdefault(call.module, {})[call.function, call.ordinal] = call
         for name, calls in by_module.items():
             names = frozenset(function for function, _ in calls)
+            self._scopes[name] = calls, names
             self._watch(self._model.module.get_submodule(name), calls, names)
         for name in self._plan.quiet_modules:
             self._watch(self._model.module.get_submodule(name), {}, frozenset())
@@ -130,28 +136,57 @@ class TensorMode(TorchFunctionMode):
 
     def _install_sequence(self) -> None:
         for stack in self._plan.sequence_stacks:
-            self._handles += self._sequence.watch(self._model.module, stack)
+            for part in self._parts(stack):
+                self._handles += self._sequence.watch(self._model.module, part)
+
+    def _parts(self, stack: SequenceStack) -> Iterator[SequenceStack]:
+        """Yields what this rank runs of a stack: whole hidden states cross from one pipeline stage to the next."""
+        cut = self._model.pipeline
+        if cut is None:
+            yield stack
+            return
+        for stage in cut.plan.stages_of(cut.rank):
+            blocks = tuple(name for name in stack.blocks if name in stage.blocks)
+            if blocks:
+                inside = tuple(f"{block}." for block in blocks)
+                around = tuple(name for name in stack.around_regions if name.startswith(inside))
+                yield replace(stack, blocks=blocks, around_regions=around)
 
     def _watch(self, module: nn.Module, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
-        def enter(*_: Any) -> None:
-            state = self._state()
-            # A block that is recomputed in the backward pass runs outside the step, perhaps in a thread of autograd's.
-            is_outermost = state["depth"] == 0
-            state["scopes"].append((_Scope(calls, names), is_outermost))
+        self._handles.append(module.register_forward_pre_hook(lambda *_: self._enter(calls, names)))
+        self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
+
+    def _enter(self, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
+        state = self._state()
+        # A block that is recomputed in the backward pass runs outside the step, perhaps in a thread of autograd's.
+        is_outermost = state["depth"] == 0
+        state["scopes"].append((_Scope(calls, names), is_outermost))
+        if is_outermost:
+            state["depth"] += 1
+            self.__enter__()
+
+    def _leave(self) -> None:
+        state = self._state()
+        if state["scopes"]:
+            _, is_outermost = state["scopes"].pop()
             if is_outermost:
-                state["depth"] += 1
-                self.__enter__()
+                state["depth"] -= 1
+                self.__exit__(None, None, None)
+                self._forget()
 
-        def leave(*_: Any) -> None:
-            state = self._state()
-            if state["scopes"]:
-                _, is_outermost = state["scopes"].pop()
-                if is_outermost:
-                    state["depth"] -= 1
-                    self.__exit__(None, None, None)
+    @contextmanager
+    def _scope_of(self, block: str, sequence: SequenceState) -> Iterator[None]:
+        calls, names = self._scopes.get(block, ({}, frozenset()))
+        self._enter(calls, names)
+        try:
+            with self._sequence.as_it_was(sequence):
+                yield
+        finally:
+            self._leave()
 
-        self._handles.append(module.register_forward_pre_hook(enter))
-        self._handles.append(module.register_forward_hook(leave, always_call=True))
+    def again(self, block: str) -> Callable[[], AbstractContextManager[object]]:
+        """Returns what makes a context to compute a block in once more, as now; the block's hooks do not run there."""
+        return partial(self._scope_of, block, self._sequence.state())
 
     def remove(self) -> None:
         """Takes its hooks off the module."""
@@ -163,6 +198,18 @@ class TensorMode(TorchFunctionMode):
             self._running.state = {"depth": 0, "scopes": []}
         state: dict[str, Any] = self._running.state
         return state
+
+    def run(self, fn: Callable[[], _T]) -> _T:
+        """Returns ``fn()``, run on shares.
+
+        Logits in it come back whole: code after a step may look at them on one rank alone.
+        """
+        with self.step():
+            out = fn()
+        if any(isinstance(leaf, VocabularyShards) for leaf in leaves(out)):
+            whole = map_leaves(lambda leaf: leaf.whole() if isinstance(leaf, VocabularyShards) else leaf, out)
+            return cast(_T, whole)
+        return out
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -178,11 +225,15 @@ class TensorMode(TorchFunctionMode):
         finally:
             state["depth"] -= 1
             state["scopes"] = before
-            self._inputs.clear()
             self._sequence.reset()
-            for tensor in self._made:
-                self._weights.pop(id(tensor), None)
-            self._made.clear()
+            self._forget()
+
+    def _forget(self) -> None:
+        """Lets go of what is known of a step's tensors."""
+        self._inputs.clear()
+        for tensor in self._made:
+            self._weights.pop(id(tensor), None)
+        self._made.clear()
 
     # ---- calls -------------------------------------------------------------------------------------------------------
 

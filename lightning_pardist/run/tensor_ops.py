@@ -8,6 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_pardist.base.torch_api import under_dispatch_mode
+
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
@@ -25,7 +27,8 @@ def copy_to_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
 def sum_over_ranks(tensor: Tensor, group: ProcessGroup | None) -> Tensor:
     """Returns the sum of every rank's part, whole on all of them; the parts' gradient is that of the sum.
 
-    The part itself becomes the sum: it must be nobody else's, such as the result of a matmul.
+    The part itself becomes the sum: it must be nobody else's, such as the result of a matmul. Under a dispatch mode it
+    stays as it is: selective recomputation keeps results of matmuls, and would find the sum in the place of a part.
     """
     return tensor if group is None else _SumOverRanks.apply(tensor, group)
 
@@ -109,7 +112,7 @@ class _CopyToRanks(torch.autograd.Function):
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
-        if not tensor.is_contiguous():
+        if not tensor.is_contiguous() or under_dispatch_mode():
             return summed(tensor, group)
         dist.all_reduce(tensor, group=group)
         ctx.mark_dirty(tensor)

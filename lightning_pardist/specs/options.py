@@ -23,29 +23,21 @@ def refuse_idle_options(options: object, *, name: str, size: Size) -> None:
         )
 
 
-def refuse_combinations(*, tensor: Size, pipeline: Size, recompute: object, compile: object) -> None:
-    """Refuses what this version has on the data axes, or with one model axis, only.
+def refuse_compile_on_shares(*, tensor: Size, compile: object) -> None:
+    """Refuses compiled blocks on a tensor axis.
+
+    There every call of a torch function is looked at, to know by identity which tensors are shares of a matrix; a
+    compiler that traces the block would trace that code, and compile the answer of one moment.
 
     Raises:
-        ValueError: for a tensor and a pipeline axis together, or recomputation or compilation with either.
+        ValueError: for both together.
     """
-    sizes = f"tensor_parallel_size={tensor}, pipeline_parallel_size={pipeline}"
-    if tensor != 1 and pipeline != 1:
+    if compile and tensor != 1:
         raise ValueError(
             message(
-                "In this version a model is spread over a tensor axis or a pipeline axis, not over both.",
-                got=sizes,
+                "In this version blocks on a tensor axis run eagerly: what a rank's share needs is found at its calls.",
+                got=f"compile={compile!r}, tensor_parallel_size={tensor!r}",
                 source="the strategy's arguments",
-                change="leave one of them at 1; both combine with the data axes",
-            )
-        )
-    levers = {name: value for name, value in (("recompute", recompute), ("compile", compile)) if value}
-    if levers and (tensor != 1 or pipeline != 1):
-        raise ValueError(
-            message(
-                "In this version the strategy recomputes and compiles blocks on the data axes only.",
-                got=", ".join(f"{name}={value!r}" for name, value in levers.items()) + f", {sizes}",
-                source="the strategy's arguments",
-                change="leave them out; a module that checkpoints its own blocks works with a tensor axis",
+                change="leave compile out, or use the data and pipeline axes only",
             )
         )

@@ -24,7 +24,7 @@ from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOption
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
 from lightning_pardist.specs.config import ParallelConfig, Size
 from lightning_pardist.specs.diagnosis_options import DiagnosisOptions
-from lightning_pardist.specs.options import refuse_combinations, refuse_idle_options
+from lightning_pardist.specs.options import refuse_compile_on_shares, refuse_idle_options
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
@@ -60,7 +60,8 @@ class HybridStrategy(CheckpointHooks):
     Args:
         data_parallel_replicate_size: copies of the model; ``"auto"`` is one per node.
         data_parallel_shard_size: ranks that share one copy; ``"auto"`` is what the other axes leave.
-        tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node.
+        tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node, 2 if stages share a
+            single node.
         pipeline_parallel_size: ranks that the block stack is cut over; ``"auto"`` is one per node if there are
             several, else one per device.
         context_parallel_size: ranks that share one sequence (1 in this version).
@@ -158,9 +159,7 @@ class HybridStrategy(CheckpointHooks):
         self._sample_batch = sample_batch
         self.recompute = check_recompute(recompute)
         self.compile = compile_options(compile)
-        refuse_combinations(
-            tensor=tensor_parallel_size, pipeline=pipeline_parallel_size, recompute=recompute, compile=self.compile
-        )
+        refuse_compile_on_shares(tensor=tensor_parallel_size, compile=self.compile)
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
         self._logs: StepLogs | None = None

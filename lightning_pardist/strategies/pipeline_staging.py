@@ -13,7 +13,6 @@ from lightning_pardist.describe.skeleton import Skeleton, Step
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.plan.pipeline import plan_pipeline
 from lightning_pardist.plan.pipeline_input import PipelineInput, refusal
-from lightning_pardist.plan.pipeline_microbatches import few_microbatches
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.module_table import ModuleTable
@@ -117,7 +116,11 @@ class Staging:
             )
         )
         if plan.num_microbatches < plan.ranks and torch.distributed.get_rank() == 0:
-            log.warning(few_microbatches(plan.num_microbatches, plan.ranks, plan.idle_share))
+            log.warning(
+                "%d micro-batch(es) for a pipeline of %d ranks leave %.0f %% of the time idle under %s; use larger "
+                "batches, PipelineOptions(num_microbatches=%d) or more, or fewer stages",
+                plan.num_microbatches, plan.ranks, 100 * plan.idle_share, plan.schedule, 4 * plan.ranks,
+            )  # fmt: skip
         return plan
 
     def remember(self) -> None:

@@ -43,6 +43,7 @@ from lightning_pardist.strategies.pipeline_logs import (
 from lightning_pardist.strategies.schedules import custom_orders
 from lightning_pardist.strategies.timeline import write_timeline
 from lightning_pardist.strategies.user_step import UserStep
+from lightning_pardist.torch_dtensor_api import local_tensor
 
 log = get_logger(__name__)
 
@@ -174,8 +175,12 @@ class Pipelining:
                 self._kept = self._put_aside(drop=False)
             return
         for parameter, gradient in self._earlier:
-            if gradient is not None:
-                parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:  # in place on this rank's part: torch adds no DTensors of placements that it does not know
+                local_tensor(parameter.grad).add_(local_tensor(gradient))
         keeps_whole = self._model.plan.data_parallel.zero_stage == 1 and not self._keeps_apart
         self._runner.finish_gradients(reduce_shards=window_ends or not keeps_whole, window_ends=window_ends)
         self._kept = self._put_aside(drop=False)

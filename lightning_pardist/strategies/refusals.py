@@ -133,16 +133,6 @@ def refuse_under_pipeline(module: LightningModule, sizes: AxisSizes, config: Par
     """
     if sizes.pipeline_parallel == 1:
         return
-    others = {k: v for k, v in sizes.as_dict().items() if k in ("tensor_parallel", "context_parallel") and v > 1}
-    if others:
-        raise ValueError(
-            message(
-                "Pipeline parallelism goes together with the data axes only in this version.",
-                got=f"pipeline_parallel={sizes.pipeline_parallel}, {', '.join(f'{k}={v}' for k, v in others.items())}",
-                source="the strategy's arguments",
-                change="use one of the two",
-            )
-        )
     if not module.automatic_optimization:
         raise ValueError(
             message(

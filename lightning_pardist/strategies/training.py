@@ -83,7 +83,8 @@ class Training:
         else:
             loss = live.runner.loss_to_backward(precision.pre_backward(closure_loss, live.module))
             with live.diagnosis.inside("backward", self._trainer()):
-                run(loss)
+                with live.runner.backward():
+                    run(loss)
                 live.runner.after_backward()
         self._guard.saw_backward()
         loss = precision.post_backward(loss, live.module)

@@ -13,11 +13,12 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pardist.strategies.hybrid import HybridStrategy
+from lightning_pardist.strategies.presets import PRESETS
 from tests.bad_input.common import check, errors_of, fit, four_parts, loader, trainer
 from tests.support.modules import Regression
 from tests.support.pool import WorkerPool
 
-NAMES = ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp", "pardist_hybrid", "pardist_pp"]
+NAMES = list(PRESETS)
 
 
 def cuda_mixed() -> MixedPrecision:

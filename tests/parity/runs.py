@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader
 
+from lightning_pardist import whole_tensor
 from tests.support.modules import MODULES, TRAIN_ROWS, VALID_ROWS
 
 GLOBAL_BATCH = 8
@@ -46,12 +46,14 @@ class Recorder(L.Callback):
     def __init__(self) -> None:
         self.record = Record()
         self._start: dict[str, Tensor] = {}
-        self._names: dict[int, str] = {}
+        self._owned: dict[int, dict[str, nn.Parameter]] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         self._start = state(pl_module)
-        self._names = {id(p): name for name, p in pl_module.named_parameters()}
+        names = {id(p): name for name, p in pl_module.named_parameters()}
         for optimizer in trainer.optimizers:
+            held = [p for group in optimizer.param_groups for p in group["params"]]
+            self._owned[id(optimizer)] = {names[id(p)]: p for p in held}
             optimizer.register_step_post_hook(
                 lambda optimizer, args, kwargs: self.record.clipped.append(self._gradients(optimizer))
             )
@@ -81,17 +83,18 @@ class Recorder(L.Callback):
         )
 
     def _gradients(self, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-        """By name, as the optimizer has them: inside a manual step the module shows whole copies of its parameters."""
-        held = [p for group in optimizer.param_groups for p in group["params"]]
-        return {self._names[id(p)]: whole(p.grad) for p in held if p.grad is not None}
+        """By name, of the parameters that were given to it.
+
+        While it updates it may have shards in their place; inside a manual step the module shows whole copies.
+        """
+        return {name: whole(p.grad) for name, p in self._owned[id(optimizer)].items() if p.grad is not None}
 
     def _note(self, trainer: L.Trainer) -> None:
         self.record.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
 
 
 def whole(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return whole_tensor(tensor.detach()).clone()
 
 
 def state(module: nn.Module) -> dict[str, Tensor]:

@@ -56,6 +56,13 @@ class DeepGPT(GPT):
         self.blocks = nn.ModuleList([Block() for _ in range(8)])
 
 
+class SteepGPT(DeepGPT):
+    """Without Adam, which divides small gradients by their own size and so makes steps out of their rounding."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+
 class FrozenStart(DeepGPT):
     """The embeddings and the first blocks do not train."""
 
@@ -272,6 +279,7 @@ def dataset_of_numbers(rows: int, seed: int) -> Dataset[Any]:
 MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "gpt": GPT,
     "gpt4": DeepGPT,
+    "steep_gpt": SteepGPT,
     "frozen_start": FrozenStart,
     "skip_gpt": SkipGPT,
     "vit": PlainViT,

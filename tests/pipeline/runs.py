@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,8 @@ def strategy(arguments: dict[str, Any] | None) -> Any:
         return "auto"
     options = {key: arguments[key] for key in arguments if key in PipelineOptions.__dataclass_fields__}
     others = {key: arguments[key] for key in arguments if key not in options}
-    return HybridStrategy(print_plan=False, pipeline=PipelineOptions(**options), **others)
+    pipeline = PipelineOptions(**options) if arguments.get("pipeline_parallel_size", 1) != 1 else None
+    return HybridStrategy(print_plan=False, pipeline=pipeline, **others)
 
 
 def train(name: str, arguments: dict[str, Any] | None, options: dict[str, Any] | None = None) -> Record:
@@ -48,7 +50,8 @@ def train(name: str, arguments: dict[str, Any] | None, options: dict[str, Any] |
         val_check_interval=3,
         **(options or {}),
     )
-    rows = GLOBAL_BATCH // (world_size // (arguments or {}).get("pipeline_parallel_size", 1))
+    copies = [(arguments or {}).get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor")]
+    rows = GLOBAL_BATCH // (world_size // math.prod(copies))
     collate = getattr(module, "collate", None)
     training = DataLoader(module.dataset(TRAIN_ROWS, seed=5), batch_size=rows, collate_fn=collate)
     validation = DataLoader(module.dataset(VALID_ROWS, seed=7), batch_size=rows, collate_fn=collate)

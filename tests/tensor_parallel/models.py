@@ -56,7 +56,7 @@ class GPT(Trained):
         self.log("val_loss", F.cross_entropy(logits.transpose(1, 2), batch[1]))
 
     def predict_step(self, batch: Any, index: int) -> Tensor:
-        return self.net(batch[0]).argmax(-1)
+        return self.net(batch[0])
 
 
 class HuggingFace(Trained):

@@ -106,7 +106,8 @@ def test_evaluation_before_and_after_training(run_distributed: WorkerPool, run_s
         for ours, predicted in run_distributed(evaluated, options, precision):
             torch.testing.assert_close(ours, losses, rtol=1e-5 if precision == "32-true" else 2e-2, atol=0.0)
             if precision == "32-true":
-                assert all(torch.equal(a, b) for a, b in zip(predicted, predictions, strict=True))
+                torch.testing.assert_close(predicted, predictions, rtol=1e-5, atol=1e-5)
+                assert all(type(logits) is Tensor for logits in predicted)  # no rank has to ask others for them
 
 
 # ---- random numbers --------------------------------------------------------------------------------------------------
@@ -266,8 +267,6 @@ def test_manual_optimization_is_refused(run_distributed: WorkerPool) -> None:
 
 
 def test_combinations_that_are_not_there() -> None:
-    with pytest.raises(ValueError, match=r"(?s)not over both.*Got.*Change"):
-        HybridStrategy(tensor_parallel_size=2, pipeline_parallel_size=2)
-    with pytest.raises(ValueError, match=r"(?s)data axes only.*Got: compile.*Change"):
+    with pytest.raises(ValueError, match=r"(?s)run eagerly.*Got: compile.*Change"):
         HybridStrategy(tensor_parallel_size=2, compile=True)
     assert VOCABULARY % 2

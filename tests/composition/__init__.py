@@ -1,0 +1,1 @@
+"""Several axes of the mesh at once."""
