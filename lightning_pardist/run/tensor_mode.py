@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist import torch_dist_api
-from lightning_pardist.base.function_names import function_name
+from lightning_pardist.base.function_names import CONTRACTIONS, function_name
 from lightning_pardist.base.nested import leaves, map_leaves
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
@@ -35,7 +35,6 @@ from lightning_pardist.specs.tensor_roles import ShardCall, TensorRole
 
 _T = TypeVar("_T")
 
-_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
 _BIASED = frozenset(["addmm", "baddbmm"])
 _INPUTS_KEPT = 4
 """Inputs of open regions whose copy is shared by all layers that open one (queries, keys and values; gate and up)."""
@@ -245,7 +244,7 @@ class TensorMode(TorchFunctionMode):
         if name is None:
             name = self._names[func] = function_name(func)
         call = self._counted(name)
-        if name in _LINEAR:
+        if name in CONTRACTIONS:
             found = self._weight_of(args, kwargs)
             if found is not None:
                 return self._linear(name, func, args, dict(kwargs), found)

@@ -43,7 +43,7 @@ FOUR_RANKS: list[Case] = [
 
 
 LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "tensor": (2, {**TP, **SEQUENCE}),
+    "tensor": (2, TP),
     "pipeline": (2, PP),
     "both, sharded": (8, {**TP, **PP, "data_parallel_shard_size": 2}),
 }

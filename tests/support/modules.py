@@ -511,6 +511,21 @@ class UnusedParameters(Regression):
         return super().forward(x)
 
 
+class Chooser(Regression):
+    """A scorer whose values only choose: no gradient reaches it, and in one process no weight decay does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ResidualBlock() for _ in range(2)])
+        self.scorer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.zeros_like(x).scatter(-1, self.scorer(x).topk(4, dim=-1).indices, 0.5)
+        for block in self.blocks:
+            x = block(x + chosen)
+        return super().forward(x)
+
+
 class OneBlockManyTimes(Regression):
     """The same block object in every place of the stack."""
 
@@ -664,6 +679,7 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "weight_penalty": WeightPenalty,
     "late_weight_penalty": LateWeightPenalty,
     "unused_parameters": UnusedParameters,
+    "chooser": Chooser,
     "one_block_many_times": OneBlockManyTimes,
     "shared_weights": SharedWeights,
     "bare_parameters": BareParameters,
