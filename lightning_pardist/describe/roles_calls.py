@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from lightning_pardist.base.function_names import CONTRACTIONS
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_axes import Axis, Factor, Factors, expand, find, size_of
 from lightning_pardist.describe.roles_state import State, argument, results
@@ -22,7 +23,7 @@ from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDi
 
 Terms = tuple[tuple[int, TermKind], ...]
 
-_SIZED = frozenset(["view", "reshape", "unflatten", "expand", "broadcast_to"])
+_SIZED = frozenset("view reshape unflatten expand broadcast_to new_empty new_zeros new_ones".split())
 _SPLIT = frozenset(["split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split"])
 _RANDOM = frozenset(
     """
@@ -30,7 +31,7 @@ _RANDOM = frozenset(
     scaled_dot_product_attention rand_like randn_like
     """.split()
 )
-_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum multi_head_attention_forward".split())
+_LINEAR = CONTRACTIONS | {"multi_head_attention_forward"}
 _LOOK = frozenset(["embedding"])
 
 
@@ -172,7 +173,8 @@ def _needs(event: Event, sharing: Sharing, state: State) -> ShardCall | None:
         call = replace(call, slices=tuple(_slices(event, sharing, state)))
     elif event.name == "repeat_interleave":
         call = _times(call, event, sharing, state)
-    if event.name not in _LINEAR and event.name not in _LOOK:
+    is_layer = event.name in _LINEAR and any(state.tag(tensor).weights for tensor in inputs)
+    if not is_layer and event.name not in _LOOK:
         call = replace(call, met=tuple(_met(event, inputs, sharing, state)))
     if event.name in _RANDOM and outs:
         call = replace(call, is_random=True)
@@ -187,23 +189,29 @@ def _repeated(event: Event, sharing: Sharing, state: State) -> tuple[ShardedDim,
     ahead = out.dim() - len(dims)
     for index in range(1, out.dim()):
         before = sharing.dim(dims[index - 1 - ahead]) if index - 1 >= ahead else None
-        if before is None or size_of(dims[index - ahead]) != 1:
+        if before is None or _counts_queries(before) or size_of(dims[index - ahead]) != 1:
             continue
         found = sharing.dim((*dims[index - 1 - ahead], int(out.shape[index])))
-        if found is not None and found.terms[-1][1] == "sub":
-            terms: Terms = ((int(out.shape[index]), "sub"),)
+        if found is not None and _counts_queries(found):
+            terms: Terms = ((int(out.shape[index]), "times"),)
             return (ShardedDim(dim=index, region=before.region, terms=terms),)
     return ()
+
+
+def _counts_queries(dim: ShardedDim) -> bool:
+    """Returns whether a dim has the query heads in it already, not the key-value heads alone."""
+    return dim.terms[-1][1] == "sub"
 
 
 def _times(call: ShardCall, event: Event, sharing: Sharing, state: State) -> ShardCall:
     times, dim = argument(event, 1, "repeats"), argument(event, 2, "dim")
     if not isinstance(times, int) or not isinstance(dim, int):
         return call
-    found = sharing.dim((*state.tag(event.args[0]).dims[dim], times))
-    if found is None or found.terms[-1][1] != "sub":
+    dims = state.tag(event.args[0]).dims[dim]
+    before, found = sharing.dim(dims), sharing.dim((*dims, times))
+    if before is None or _counts_queries(before) or found is None or not _counts_queries(found):
         return call
-    return replace(call, times=ShardedDim(dim=dim, region=found.region, terms=((times, "sub"),)))
+    return replace(call, times=ShardedDim(dim=dim, region=found.region, terms=((times, "times"),)))
 
 
 def _split(call: ShardCall, event: Event, sharing: Sharing, state: State) -> ShardCall:
@@ -268,7 +276,7 @@ def _cuts_of(event: Event, x: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _met(event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: State) -> Iterator[MetTensor]:
-    """Yields the whole tensors that an elementwise result, or a mask or bias of attention, takes a share of."""
+    """Yields the whole tensors that a result in shares is made of: its operands, a mask or bias of attention."""
     if not any(sharing.is_shared(tensor) for tensor in inputs):
         return
     outs = [out for out in results(event) if sharing.is_shared(out)]
@@ -282,11 +290,22 @@ def _met(event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: 
         dims = tuple(
             replace(shared[from_right], dim=from_right)
             for from_right in shared
-            if -from_right <= tensor.dim() and tensor.shape[from_right] == out.shape[from_right] != 1
+            if -from_right <= tensor.dim()
+            and tensor.shape[from_right] == out.shape[from_right] != 1
+            and _is_aligned(event, position, from_right, inputs)
         )
         needs_gradient = tensor.requires_grad and not state.tag(tensor).weights
         if dims or needs_gradient:
             yield MetTensor(position=position, dims=dims, needs_gradient=needs_gradient)
+
+
+def _is_aligned(event: Event, position: int, from_right: int, inputs: Sequence[torch.Tensor]) -> bool:
+    """Returns whether a dim of an argument is the result's dim in the same place; a product sums over one of each."""
+    if event.name not in _LINEAR:
+        return True
+    if event.name not in ("matmul", "bmm") or any(tensor.dim() < 2 for tensor in inputs):
+        return False
+    return from_right != (-1, -2)[position]
 
 
 def quiet_modules(trace: Trace, calls: Iterable[ShardCall]) -> tuple[str, ...]:

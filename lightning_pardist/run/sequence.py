@@ -89,19 +89,29 @@ class SequenceShards:
 
     # ---- the stack ---------------------------------------------------------------------------------------------------
 
-    def watch(self, module: nn.Module, stack: SequenceStack) -> list[Any]:
-        """Installs hooks on the stack's ends and on the modules around its regions; returns their handles."""
+    def watch(self, module: nn.Module, stack: SequenceStack, is_running: Callable[[], bool]) -> list[Any]:
+        """Installs hooks on the stack's ends and on the modules around its regions; returns their handles.
+
+        Args:
+            module: what the stack is in.
+            stack: its blocks.
+            is_running: False while others stand in for them.
+        """
         first, last = module.get_submodule(stack.blocks[0]), module.get_submodule(stack.blocks[-1])
 
         def enter(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if not is_running():
+                return None
             hidden = args[0] if stack.hidden == "0" else kwargs[stack.hidden]
             with without_function_modes():  # what hooks do is none of the module's own calls, which are counted
                 shard = self._split(hidden, stack.dim)
             return ((shard, *args[1:]), kwargs) if stack.hidden == "0" else (args, {**kwargs, stack.hidden: shard})
 
         def leave(_: nn.Module, args: Any, output: Any) -> Any:
+            if not is_running():
+                return None
             is_tuple = isinstance(output, (tuple, list))
             with without_function_modes():
                 whole = self._whole(output[0] if is_tuple else output)
@@ -132,7 +142,7 @@ class SequenceShards:
         each, left = divmod(length, self._size)
         lengths = tuple(each + (rank < left) for rank in range(self._size))
         self._now = _Positions(dim, lengths, tuple(hidden.shape))
-        return split_for_ranks(hidden, dim, lengths, self._group)
+        return split_for_ranks(hidden, dim, lengths, self._group, self._rank)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         now, self._now = self._now, None
@@ -187,10 +197,10 @@ class SequenceShards:
         where = now.dim if dim is None else dim
         total = sum(now.lengths)
         if tensor.dim() == len(now.shape) and tensor.shape[where] == total:
-            return close_sequence(tensor, where, now.lengths, self._group)
+            return close_sequence(tensor, where, now.lengths, self._group, self._rank)
         if tensor.dim() == 2 and tensor.shape[0] == math.prod(now.shape[:-1]):
             unfolded = tensor.view(*now.shape[:-1], tensor.shape[-1])
-            flat = close_sequence(unfolded, now.dim, now.lengths, self._group).flatten(0, -2)
+            flat = close_sequence(unfolded, now.dim, now.lengths, self._group, self._rank).flatten(0, -2)
             self._flat.append(flat)
             return flat
         return None

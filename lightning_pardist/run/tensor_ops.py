@@ -45,9 +45,13 @@ def gather_from_ranks(tensor: Tensor, dim: int, lengths: tuple[int, ...], group:
     return _GatherFromRanks.apply(tensor, dim, lengths, group)
 
 
-def split_for_ranks(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None) -> Tensor:
+def split_for_ranks(
+    tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None, rank: int
+) -> Tensor:
     """Returns this rank's part of a tensor that all ranks hold; the parts' gradients are gathered."""
-    return tensor if group is None else _SplitForRanks.apply(tensor, dim, lengths, group)
+    if group is None:
+        return tensor.narrow(dim, sum(lengths[:rank]), lengths[rank]).contiguous()
+    return _SplitForRanks.apply(tensor, dim, lengths, group)
 
 
 def open_sequence(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None) -> Tensor:
@@ -57,10 +61,10 @@ def open_sequence(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: Pro
     return _OpenSequence.apply(tensor, dim, lengths, group)
 
 
-def close_sequence(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None) -> Tensor:
+def close_sequence(tensor: Tensor, dim: int, lengths: tuple[int, ...], group: ProcessGroup | None, rank: int) -> Tensor:
     """Returns this rank's part of the sum of every rank's tensor; the parts' gradients are gathered."""
     if group is None:
-        return tensor.narrow(dim, 0, lengths[0])
+        return tensor.narrow(dim, sum(lengths[:rank]), lengths[rank]).contiguous()
     return _CloseSequence.apply(tensor, dim, lengths, group)
 
 

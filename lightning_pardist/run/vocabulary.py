@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pardist.base.function_names import function_name
@@ -99,10 +100,13 @@ class VocabularyShards(Tensor):
     def whole(self) -> Tensor:
         """Returns all columns on every rank, gathered once."""
         if self.gathered is None:
-            assert self.vocabulary.group is not None
-            self.gathered = gather_from_ranks(
-                self.local, self.words_dim, self.vocabulary.lengths, self.vocabulary.group
-            )
+            words = self.vocabulary
+            if words.group is None:  # tried alone: there are no other columns
+                before, after = words.start, sum(words.lengths) - words.end
+                last = self.local.movedim(self.words_dim, -1)
+                self.gathered = F.pad(last, (before, after)).movedim(-1, self.words_dim)
+            else:
+                self.gathered = gather_from_ranks(self.local, self.words_dim, words.lengths, words.group)
         return self.gathered
 
     def like(self, local: Tensor, dim: int | None = None) -> VocabularyShards:
@@ -269,7 +273,8 @@ class _RowLosses(torch.autograd.Function):
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         words = sum(vocabulary.lengths)
         largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(wide.shape[:1], float("-inf"))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=vocabulary.group)
+        if vocabulary.group is not None:
+            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=vocabulary.group)
         shifted = wide - largest.unsqueeze(-1)
         outside = (target < vocabulary.start) | (target >= vocabulary.end)
         column = (target - vocabulary.start).masked_fill(outside, 0)
@@ -279,7 +284,8 @@ class _RowLosses(torch.autograd.Function):
         else:
             hit = torch.zeros_like(largest)
         sums = torch.stack([exps.sum(-1), hit, shifted.sum(-1)] if smoothing else [exps.sum(-1), hit])
-        dist.all_reduce(sums, group=vocabulary.group)
+        if vocabulary.group is not None:
+            dist.all_reduce(sums, group=vocabulary.group)
         ctx.save_for_backward(exps / sums[0].unsqueeze(-1), column, outside)
         ctx.smoothing, ctx.words, ctx.dtype = smoothing, words, logits.dtype
         losses = sums[0].log() - sums[1]

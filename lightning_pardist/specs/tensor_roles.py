@@ -34,11 +34,13 @@ class WeightRole:
     """Index of the region it opens or closes."""
     reason: str = ""
     """Why it is replicated; empty otherwise."""
+    biases: tuple[str, ...] = ()
+    """First names of the biases that its layers add, which a tied head may have under a name of its own."""
 
 
-TermKind = Literal["whole", "unit", "sub"]
+TermKind = Literal["whole", "unit", "sub", "times"]
 """How a stretch of a dim is shared: not at all, by the region's units, or by what a unit holds several of (the query
-heads of one key-value head) where there are fewer units than ranks."""
+heads of one key-value head) where there are fewer units than ranks. ``times`` is the number of these for one unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,17 @@ class TensorLeaf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedOutput:
+    """A tensor that a module returns and of which each rank has its share."""
+
+    position: int
+    """Among the tensors it returns, in order."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dims: tuple[ShardedDim, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegionProbe:
     """How the smallest module around a region was called, so that it can be tried alone."""
 
@@ -155,6 +168,18 @@ class RegionProbe:
     args: tuple[Any, ...]
     """With ``TensorLeaf`` in place of tensors; objects that hold more than plain values are None."""
     kwargs: dict[str, Any]
+    shared_outputs: tuple[SharedOutput, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class StackProbe:
+    """What is to be tried of a stack before its hidden state is sharded over the sequence."""
+
+    blocks: tuple[str, ...]
+    between: str
+    """What the code between the blocks does that cannot be done position by position; empty if nothing."""
+    probes: tuple[RegionProbe, ...]
+    """One block of each kind, or the module around the stack."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,14 +208,15 @@ class TensorRoles:
     quiet_modules: tuple[str, ...] = ()
     """Modules inside those that make the calls, whose own calls are counted apart."""
     partial_parameters: tuple[PartialParameter, ...] = ()
-    unknown_functions: tuple[str, ...] = ()
-    """Functions without a rule that kept something from being sharded."""
+    unknown_functions: tuple[tuple[str, str], ...] = ()
+    """Functions without a rule that kept something from being sharded, with the module that calls them."""
     assumptions: tuple[str, ...] = ()
     """What the fake run took for granted."""
     region_members: tuple[tuple[str, ...], ...] = ()
     """By region, the modules that hold its parameters or make its calls."""
     probes: tuple[RegionProbe, ...] = ()
     """One for each kind of region that lies inside a module."""
+    stack_probes: tuple[StackProbe, ...] = ()
     seconds: float = 0.0
 
     def role_of(self, name: str) -> TensorRole:

@@ -7,10 +7,12 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
 from torchmetrics import Metric
 
+from lightning_pardist.base.log import get_logger
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.skeleton import Skeleton, Step
 from lightning_pardist.mesh import Meshes
-from lightning_pardist.plan.pipeline import PipelineInput, plan_pipeline, refusal
+from lightning_pardist.plan.pipeline import plan_pipeline
+from lightning_pardist.plan.pipeline_input import PipelineInput, refusal
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.module_table import ModuleTable
@@ -21,6 +23,8 @@ from lightning_pardist.strategies.pipeline_forecast import Forecast, new_skeleto
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample
 from lightning_pardist.strategies.schedules import schedule_table
+
+log = get_logger(__name__)
 
 
 class Staging:
@@ -101,7 +105,7 @@ class Staging:
         if self._meshes is None:
             return None
         assert self._flow is not None
-        return plan_pipeline(
+        plan = plan_pipeline(
             PipelineInput(
                 table=table,
                 profile=profile,
@@ -111,6 +115,13 @@ class Staging:
                 schedules=schedule_table(self._options),
             )
         )
+        if plan.num_microbatches < plan.ranks and torch.distributed.get_rank() == 0:
+            log.warning(
+                "%d micro-batch(es) for a pipeline of %d ranks leave %.0f %% of the time idle under %s; use larger "
+                "batches, PipelineOptions(num_microbatches=%d) or more, or fewer stages",
+                plan.num_microbatches, plan.ranks, 100 * plan.idle_share, plan.schedule, 4 * plan.ranks,
+            )  # fmt: skip
+        return plan
 
     def remember(self) -> None:
         """Keeps what later steps are foretold from; metrics count over data ranks, not over stages."""

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
+import torch
 
 from lightning_pardist import CompileOptions, RecomputeOptions, TensorOptions
+from tests.levers.common import Net, Seen
+from tests.levers.common import train as train_net
 from tests.parity.runs import differences
 from tests.pipeline.runs import train, train_all
 from tests.support.pool import WorkerPool
@@ -36,6 +40,36 @@ FOUR_RANKS: list[Case] = [
     ("steep_gpt", {**TP, "data_parallel_shard_size": 2, "recompute": SECOND, "cpu_offload": True}, CLIP),
     ("steep_gpt", {**PP, "data_parallel_shard_size": 2, "recompute": SELECTIVE, "compile": COMPILED}, CLIP),
 ]
+
+
+LAYOUTS: dict[str, tuple[int, dict[str, Any]]] = {
+    "tensor": (2, TP),
+    "pipeline": (2, PP),
+    "both, sharded": (8, {**TP, **PP, "data_parallel_shard_size": 2}),
+}
+
+
+def with_and_without(layout: dict[str, Any], precision: str) -> list[Seen]:
+    make = partial(Net, dropout=0.2)
+    return [
+        train_net({**layout, "recompute": recompute}, make, precision=precision)
+        for recompute in (None, FULL, SELECTIVE)
+    ]
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputed_dropout_drops_the_same(run_distributed: WorkerPool, layout: str, precision: str) -> None:
+    world_size, arguments = LAYOUTS[layout]
+    for plain, *others in run_distributed(
+        with_and_without, arguments, precision, world_size=world_size, timeout=SECONDS
+    ):
+        assert plain.losses[0] != plain.losses[-1]
+        for other in others:
+            assert other.losses == plain.losses
+            for ours, theirs in zip(other.gradients, plain.gradients, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+            torch.testing.assert_close(other.state, plain.state, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(("cases", "world_size"), [(TWO_RANKS, 2), (FOUR_RANKS, 4)], ids=["two", "four"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,9 +87,10 @@ class Notes(L.Callback):
         self.seen.losses.append(float(trainer.callback_metrics["loss"]))
 
 
-def data() -> DataLoader:
+def data(peers: int = 1) -> DataLoader:
+    """Rows that are the same for ``peers`` ranks at a time."""
     x = torch.randn(3 * ROWS, 6, 4, generator=torch.Generator().manual_seed(3))
-    rows = ROWS // (dist.get_world_size() if dist.is_initialized() else 1)
+    rows = ROWS * peers // (dist.get_world_size() if dist.is_initialized() else 1)
     return DataLoader(TensorDataset(x, x.sum((1, 2)).tanh()), batch_size=rows)
 
 
@@ -109,6 +111,7 @@ def train(arguments: dict[str, Any] | None, make: Callable[[], L.LightningModule
     torch.manual_seed(100 + rank)
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     trainer = make_trainer(arguments, world_size, callbacks=[notes], **options)
-    trainer.fit(module, data(), data())
+    peers = math.prod((arguments or {}).get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor"))
+    trainer.fit(module, data(peers), data(peers))
     notes.seen.state = {name: whole(value) for name, value in module.state_dict().items()}
     return notes.seen

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pardist import whole_tensor
 from lightning_pardist.strategies.hybrid import HybridStrategy
 
 FEATURES = 12
@@ -136,8 +136,7 @@ def fit_between_epochs(
 
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor of a shard."""
-    tensor = tensor.detach()
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    return whole_tensor(tensor.detach()).clone()
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -511,6 +511,21 @@ class UnusedParameters(Regression):
         return super().forward(x)
 
 
+class Chooser(Regression):
+    """A scorer whose values only choose: no gradient reaches it, and in one process no weight decay does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ResidualBlock() for _ in range(2)])
+        self.scorer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.zeros_like(x).scatter(-1, self.scorer(x).topk(4, dim=-1).indices, 0.5)
+        for block in self.blocks:
+            x = block(x + chosen)
+        return super().forward(x)
+
+
 class OneBlockManyTimes(Regression):
     """The same block object in every place of the stack."""
 
@@ -529,6 +544,29 @@ class SharedWeights(Regression):
                 getattr(block, name).weight = getattr(self.blocks[0], name).weight
                 getattr(block, name).bias = getattr(self.blocks[0], name).bias
             block.norm = self.blocks[0].norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return super().forward(x)
+
+
+class SharedModule(Regression):
+    """One encoding, a child of the root and of every block; a mixing layer that two of the blocks share."""
+
+    class Block(ResidualBlock):
+        def __init__(self, encoding: nn.Module, mixing: nn.Module) -> None:
+            super().__init__()
+            self.encoding, self.mixing = encoding, mixing
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.mixing(x + self.encoding(x)).tanh())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoding, mixing = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        own = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([self.Block(self.encoding, each) for each in (mixing, mixing, own)])
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -664,8 +702,10 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "weight_penalty": WeightPenalty,
     "late_weight_penalty": LateWeightPenalty,
     "unused_parameters": UnusedParameters,
+    "chooser": Chooser,
     "one_block_many_times": OneBlockManyTimes,
     "shared_weights": SharedWeights,
+    "shared_module": SharedModule,
     "bare_parameters": BareParameters,
     "scalar_parameters": ScalarParameters,
     "lora": LoRA,
