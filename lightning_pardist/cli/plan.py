@@ -17,7 +17,8 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.cli.capture import Captured, capture, run_on_meta
 from lightning_pardist.cli.plan_output import estimate_text, ranking_text, write_chart
 from lightning_pardist.plan import format_plan
-from lightning_pardist.plan.estimate import FILL, Cluster
+from lightning_pardist.plan.estimate import Cluster
+from lightning_pardist.plan.layouts import FILL
 from lightning_pardist.specs.block_levers import RecomputeOptions
 from lightning_pardist.specs.config import ParallelConfig
 from lightning_pardist.specs.device import Device, parse_device

@@ -26,6 +26,8 @@ Entry = Literal["training_step", "forward"]
 Observer = Callable[[nn.Module, Any], AbstractContextManager[object]]
 Prepare = Callable[[nn.Module, StepRecorder], None]
 """Changes the fake module before its step."""
+Reshape = Callable[[nn.Module], None]
+"""Gives the fake module other parameters, before anybody knows them."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class FakeRunRequest:
     observe: Observer | None = None
     prepare: Prepare | None = None
     gather_dtype: torch.dtype | None = None
+    reshape: Reshape | None = None
 
 
 class FakeRun:
@@ -62,6 +65,8 @@ class FakeRun:
         for tensor in (*module.parameters(), *module.buffers()):
             copier.copy(tensor)
         self._module = copier.copy(module)
+        if request.reshape is not None:
+            request.reshape(self._module)
         if request.gather_dtype is not None:
             lower_parameters(self._module, request.gather_dtype)
         self._batch = copier.copy(request.batch)

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_pardist import torch_pipelining_api as api
 from lightning_pardist.mesh import stage_groups
 from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
+from lightning_pardist.run.microbatches import even_sizes
 from lightning_pardist.run.reduce import average_gradients, average_scalars
 from lightning_pardist.run.shared_gradients import SharedGradients
 from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRun, value_shapes
@@ -208,34 +209,63 @@ class PipelineRunner:
                 self._schedules[key] = self._training_schedule(microbatches)
             else:
                 # torch takes no schedule without backward passes; stages leave them out.
-                orders = self._plain_orders(microbatches)
+                orders = plain_orders(self._plan, microbatches)
                 self._schedules[key] = api.build_custom_schedule(orders, self._stages, microbatches), False
         for stage in self._stages:
             stage.stage_index_to_group_rank = self._to_rank
         return self._schedules[key]
 
     def _training_schedule(self, microbatches: int) -> tuple[Any, bool]:
-        if self._custom is not None:
-            found = {micro for actions in self._custom.values() for _, _, micro in actions}
-            if len(found) == microbatches:
-                halves = any(kind in "IW" for actions in self._custom.values() for _, kind, _ in actions)
-                return api.build_custom_schedule(self._custom, self._stages, microbatches), halves
-            return api.build_custom_schedule(self._plain_orders(microbatches), self._stages, microbatches), False
-        name = usable_schedule(self._plan, microbatches)
-        if name is None:
-            return api.build_custom_schedule(self._plain_orders(microbatches), self._stages, microbatches), False
-        halves = name in (*V_SHAPED, "interleaved_zero_bubble")
-        return api.build_schedule(name, self._stages, microbatches), halves
+        name = None if self._custom is not None else usable_schedule(self._plan, microbatches)
+        if name is not None:
+            return api.build_schedule(name, self._stages, microbatches), runs_halves(name)
+        orders, halves = training_orders(self._plan, self._custom, microbatches)
+        return api.build_custom_schedule(orders, self._stages, microbatches), halves
 
-    def _plain_orders(self, microbatches: int) -> Orders:
-        """All forwards, then all backwards: runs any number of micro-batches on any placement of stages."""
-        orders: dict[int, tuple[Action, ...]] = {}
-        for rank in range(self._plan.ranks):
-            own = self._plan.stages_of(rank)
-            forward = ((s.index, "F", m) for s in own for m in range(microbatches))
-            backward = ((s.index, "B", m) for s in reversed(own) for m in range(microbatches))
-            orders[rank] = (*forward, *backward)
-        return orders
+
+def plain_orders(plan: PipelinePlan, microbatches: int) -> Orders:
+    """Returns all forwards, then all backwards: runs any number of micro-batches on any placement of stages."""
+    orders: dict[int, tuple[Action, ...]] = {}
+    for rank in range(plan.ranks):
+        own = plan.stages_of(rank)
+        forward = ((s.index, "F", m) for s in own for m in range(microbatches))
+        backward = ((s.index, "B", m) for s in reversed(own) for m in range(microbatches))
+        orders[rank] = (*forward, *backward)
+    return orders
+
+
+def runs_halves(name: str) -> bool:
+    """Returns whether a schedule runs backward passes in two halves, for inputs first and for weights later."""
+    return name in (*V_SHAPED, "interleaved_zero_bubble")
+
+
+def training_orders(plan: PipelinePlan, custom: Orders | None, microbatches: int) -> tuple[Orders, bool]:
+    """Returns what ranks compute in a training step, in order, and whether its backward passes have two halves."""
+    if custom is not None:
+        found = {micro for actions in custom.values() for _, _, micro in actions}
+        if len(found) == microbatches:
+            return custom, any(kind in "IW" for actions in custom.values() for _, kind, _ in actions)
+        return plain_orders(plan, microbatches), False
+    name = usable_schedule(plan, microbatches)
+    if name is None:
+        return plain_orders(plan, microbatches), False
+    return orders_of(name, plan.ranks, len(plan.stages) // plan.ranks, microbatches), runs_halves(name)
+
+
+def microbatch_sizes(plan: PipelinePlan, rows: int | None, *, is_custom: bool) -> list[int]:
+    """Returns the rows of the micro-batches that a batch is cut into.
+
+    Args:
+        plan: of the pipeline.
+        rows: of the batch, None if they cannot be told.
+        is_custom: the schedule is a file's, for one number of micro-batches.
+    """
+    if rows is None or plan.num_microbatches == 1:
+        return [rows or 1]
+    count = min(plan.num_microbatches, rows)
+    if count < plan.num_microbatches and not is_custom:
+        count = next((n for n in range(count, 0, -1) if usable_schedule(plan, n) == plan.schedule), count)
+    return even_sizes(rows, count)
 
 
 def usable_schedule(plan: PipelinePlan, microbatches: int) -> str | None:

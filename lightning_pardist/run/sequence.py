@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.torch_api import without_function_modes
 from lightning_pardist.run.tensor_ops import (
+    Group,
     close_sequence,
     copy_to_ranks,
     gather_from_ranks,
@@ -28,9 +29,6 @@ from lightning_pardist.run.tensor_ops import (
     split_for_ranks,
 )
 from lightning_pardist.specs.tensor_plan import SequenceStack
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class SequenceState:
 class SequenceShards:
     """The running stack of one rank, if any."""
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+    def __init__(self, rank: int, size: int, group: Group) -> None:
         self._rank = rank
         self._size = size
         self._group = group
@@ -138,8 +136,6 @@ class SequenceShards:
         now, self._now = self._now, None
         assert now is not None
         self._flat.clear()
-        if self._group is None:
-            return open_sequence(hidden, now.dim, now.lengths, None)
         return gather_from_ranks(hidden, now.dim, now.lengths, self._group)
 
     # ---- regions -----------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,10 +18,7 @@ from torch import Tensor
 
 from lightning_pardist.base.function_names import function_name
 from lightning_pardist.base.torch_api import as_plain_tensors, wrapper_tensor
-from lightning_pardist.run.tensor_ops import gather_from_ranks, sum_over_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from lightning_pardist.run.tensor_ops import Group, all_reduce, gather_from_ranks, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -31,8 +28,7 @@ class Vocabulary:
     lengths: tuple[int, ...]
     """By rank."""
     rank: int
-    group: ProcessGroup | None
-    """None to exchange nothing."""
+    group: Group
 
     @property
     def start(self) -> int:
@@ -99,7 +95,6 @@ class VocabularyShards(Tensor):
     def whole(self) -> Tensor:
         """Returns all columns on every rank, gathered once."""
         if self.gathered is None:
-            assert self.vocabulary.group is not None
             self.gathered = gather_from_ranks(
                 self.local, self.words_dim, self.vocabulary.lengths, self.vocabulary.group
             )
@@ -269,7 +264,7 @@ class _RowLosses(torch.autograd.Function):
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         words = sum(vocabulary.lengths)
         largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(wide.shape[:1], float("-inf"))
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=vocabulary.group)
+        all_reduce(largest, vocabulary.group, dist.ReduceOp.MAX)
         shifted = wide - largest.unsqueeze(-1)
         outside = (target < vocabulary.start) | (target >= vocabulary.end)
         column = (target - vocabulary.start).masked_fill(outside, 0)
@@ -279,7 +274,7 @@ class _RowLosses(torch.autograd.Function):
         else:
             hit = torch.zeros_like(largest)
         sums = torch.stack([exps.sum(-1), hit, shifted.sum(-1)] if smoothing else [exps.sum(-1), hit])
-        dist.all_reduce(sums, group=vocabulary.group)
+        all_reduce(sums, vocabulary.group)
         ctx.save_for_backward(exps / sums[0].unsqueeze(-1), column, outside)
         ctx.smoothing, ctx.words, ctx.dtype = smoothing, words, logits.dtype
         losses = sums[0].log() - sums[1]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any, Literal
 
 import torch
@@ -15,14 +15,20 @@ from lightning_pardist.describe import profile_model
 from lightning_pardist.describe.levers import Conditions, profile_under
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.plan import PlanInput, make_plan, plan_recompute, with_costs
-from lightning_pardist.plan.estimate import FILL, Cluster, candidate_layouts, judge, make_estimate, rank
+from lightning_pardist.plan.estimate import Cluster, make_estimate
+from lightning_pardist.plan.layouts import FILL, candidate_layouts, judge, rank
 from lightning_pardist.plan.memory import Held
 from lightning_pardist.specs.block_levers import RecomputeOptions, RecomputePlan
-from lightning_pardist.specs.config import ParallelConfig
+from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.device import Device, parse_device
-from lightning_pardist.specs.estimate import Candidate, Estimate
+from lightning_pardist.specs.estimate import Candidate, Estimate, RankWork
 from lightning_pardist.specs.model_profile import ModelProfile
-from lightning_pardist.specs.parallel_plan import PrecisionPlan
+from lightning_pardist.specs.options import refuse_idle_options
+from lightning_pardist.specs.parallel_plan import ParallelPlan, PrecisionPlan
+from lightning_pardist.specs.pipeline_options import PipelineOptions
+from lightning_pardist.specs.tensor_options import TensorOptions
+from lightning_pardist.strategies.estimate_axes import Described, ModelAxes, Work
+from lightning_pardist.strategies.refusals import check_pipeline, refuse_under_pipeline, refuse_under_tensor_axis
 
 Entry = Literal["training_step", "forward"]
 PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "bf16-mixed")
@@ -67,46 +73,93 @@ class Estimator:
         self._cpu = torch.device("cpu")
         self.profile = profile_model(module, batch, entry=entry, autocast_dtype=self._autocast, device=self._cpu)
         self._table = module_table(module, self.profile.called_modules)
+        self._axes = ModelAxes(
+            Described(
+                module=module,
+                batch=batch,
+                entry=entry,
+                profile=self.profile,
+                table=self._table,
+                precision=self._precision_plan(sharded=False),
+                device=self._cpu,
+            )
+        )
         self._profiles: dict[tuple[bool, RecomputePlan | None], tuple[ModelProfile, frozenset[str]]] = {}
 
-    def estimate(self, config: ParallelConfig, cluster: Cluster, recompute: RecomputeOptions | None = None) -> Estimate:
+    def estimate(
+        self,
+        config: ParallelConfig,
+        cluster: Cluster,
+        recompute: RecomputeOptions | None = None,
+        *,
+        tensor: TensorOptions | None = None,
+        pipeline: PipelineOptions | None = None,
+    ) -> Estimate:
         """Returns what one layout takes.
 
         Raises:
             ValueError: if the sizes do not fit the world, or the module cannot be spread so.
         """
         sizes = config.resolve(world_size=cluster.world_size, num_nodes=cluster.num_nodes)
-        if sizes.tensor_parallel > 1 or sizes.pipeline_parallel > 1:
-            raise ValueError(
-                message(
-                    "In this version an estimate is made for the data axes only.",
-                    got=f"tensor_parallel_size={sizes.tensor_parallel}, "
-                    f"pipeline_parallel_size={sizes.pipeline_parallel}",
-                    source="the layout",
-                    change="leave these sizes at 1; a run prints its own plan with a tensor or pipeline axis",
-                )
-            )
+        self._check(sizes, config, tensor, pipeline)
+        pipeline = pipeline or PipelineOptions()
         sharded = sizes.data_parallel_shard > 1
+        precision = self._precision_plan(sharded=sharded)
+        tensor_plan = pipeline_plan = None
+        if sizes.tensor_parallel > 1:
+            tensor_plan = self._axes.tensor_plan(sizes.tensor_parallel, tensor or TensorOptions())
+        if sizes.pipeline_parallel > 1:
+            pipeline_plan = self._axes.pipeline_plan(sizes.pipeline_parallel, pipeline, precision)
         plan = make_plan(
             PlanInput(
                 table=self._table,
                 profile=self.profile,
                 config=config,
                 sizes=sizes,
-                precision=self._precision_plan(sharded=sharded),
+                precision=precision,
                 recompute=self._recompute_plan(recompute, sharded=sharded),
                 training=True,
+                tensor=tensor_plan,
             ),
+            pipeline=pipeline_plan,
             optimizer_bytes_per_element=self._optimizer_bytes,
         )
+        work = self._work(plan, pipeline, sharded=sharded)
         held = Held(
             plan=plan,
             profile=self.profile,
             optimizer_bytes_per_element=self._optimizer_bytes,
-            activation_bytes=self._activations(plan.recompute, sharded=sharded),
+            work=work.ranks,
+            idle_share=work.idle_share,
             accumulates=self._accumulates,
         )
-        return make_estimate(held, cluster, self._assumptions())
+        return make_estimate(held, cluster, (*self._assumptions(), *work.notes))
+
+    def _check(
+        self,
+        sizes: AxisSizes,
+        config: ParallelConfig,
+        tensor: TensorOptions | None,
+        pipeline: PipelineOptions | None,
+    ) -> None:
+        """Refuses what the strategy refuses."""
+        refuse_idle_options(tensor, name="tensor", size=sizes.tensor_parallel)
+        check_pipeline(replace(config, pipeline_parallel_size=sizes.pipeline_parallel), pipeline)
+        if isinstance(self._module, LightningModule):
+            refuse_under_pipeline(self._module, sizes, config)
+            refuse_under_tensor_axis(self._module, sizes)
+
+    def _work(self, plan: ParallelPlan, pipeline: PipelineOptions, *, sharded: bool) -> Work:
+        if plan.tensor is not None or plan.pipeline is not None:
+            return self._axes.work(plan, pipeline)
+        again = plan.recompute.flops_again or 0
+        work = RankWork(
+            flops_forward=self.profile.flops_forward,
+            flops_backward=self.profile.flops_backward + again,
+            flops_again=again,
+            activation_bytes=self._activations(plan.recompute, sharded=sharded),
+        )
+        return Work(ranks=(work,), idle_share=0.0)
 
     def layouts(self, cluster: Cluster, fill: float = FILL) -> list[Candidate]:
         """Returns the layouts of this version, those that fit ``fill`` of a device's memory first, the best ahead."""
@@ -191,6 +244,8 @@ def estimate(
     precision: str = "32-true",
     recompute: RecomputeOptions | None = None,
     optimizer_bytes_per_element: float | None = 8.0,
+    tensor: TensorOptions | None = None,
+    pipeline: PipelineOptions | None = None,
     **layout: Any,
 ) -> Estimate:
     """Returns what a run will take per rank and per axis: exact bytes and counts, a roofline if the device is named.
@@ -204,6 +259,8 @@ def estimate(
         precision: Lightning's word.
         recompute: as the strategy's.
         optimizer_bytes_per_element: state per trained element; 8 is Adam's in fp32.
+        tensor: as the strategy's.
+        pipeline: as the strategy's.
         **layout: sizes and options of ``ParallelConfig``, as the strategy's.
 
     Raises:
@@ -212,7 +269,7 @@ def estimate(
     estimator = Estimator(module, batch, precision=precision, optimizer_bytes_per_element=optimizer_bytes_per_element)
     named = parse_device(device) if isinstance(device, str) else device
     cluster = Cluster(world_size=world_size, num_nodes=num_nodes, device=named)
-    return estimator.estimate(ParallelConfig(**layout), cluster, recompute)
+    return estimator.estimate(ParallelConfig(**layout), cluster, recompute, tensor=tensor, pipeline=pipeline)
 
 
 def config_from(arguments: dict[str, Any]) -> ParallelConfig:

@@ -28,12 +28,10 @@ from lightning_pardist.plan import (
     format_plan,
     largest_state,
     make_plan,
-    make_tensor_plan,
     plan_recompute,
     profile_on_tensor_axis,
     state_bytes,
     with_costs,
-    with_sequence_parallel,
 )
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, RecomputePlan
@@ -48,6 +46,7 @@ from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.pipeline_staging import Staging
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample, find_sample, sample_or_evaluated
+from lightning_pardist.strategies.tensor_planning import plan_from_roles, with_options
 from lightning_pardist.strategies.tensor_probe import prove_plan
 
 log = get_logger(__name__)
@@ -179,8 +178,6 @@ def plan_tensor_axis(
         ValueError: on all ranks, if no plan can be derived, or it would shard nothing.
     """
     size, options = request.sizes.tensor_parallel, request.tensor
-    own = getattr(module, "tensor_parallel_plan", None)
-    words = own() if callable(own) else None
 
     def derive() -> tuple[TensorPlan, tuple[RegionProbe, ...]]:
         if sample is None:
@@ -195,26 +192,13 @@ def plan_tensor_axis(
         batch = request.precision.convert_input(sample.batch)
         with lightning_api.transfer_hooks_of_data_module(module):
             roles = derive_roles(module, batch, entry=sample.entry, device=request.device)
-        plan = make_tensor_plan(roles, size=size, explicit=options.plan, module_plan=words)
-        return plan, roles.probes
+        return plan_from_roles(module, roles, size, options), roles.probes
 
     plan, probes = _on_first_rank(derive, request.meshes)
-    if plan.is_empty:
-        reasons = [f"{entry.pattern}: {entry.note}" for entry in plan.entries if entry.note]
-        raise ValueError(
-            message(
-                "A tensor axis needs linear layers that open and close a region; none was found.",
-                got="; ".join(reasons[:4]) or f"{type(module).__name__} has no linear layer in its step",
-                source="the flow of data through the module's own step",
-                change="use strategy='pardist_fsdp', which shards any parameter, or name layers with "
-                "TensorOptions(plan={'blocks.*.up': 'column', 'blocks.*.down': 'row'})",
-            )
-        )
     if options.verify != "off":
         assert request.meshes is not None
         plan = prove_plan(module, plan, probes, request.meshes, request.device)
-    plan = replace(plan, loss_parallel=options.loss_parallel)
-    return with_sequence_parallel(plan, profile) if options.sequence_parallel else plan
+    return with_options(plan, profile, options)
 
 
 def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:

@@ -25,6 +25,7 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.tensor_mode import TensorMode
+from lightning_pardist.run.tensor_ops import Alone
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
 from lightning_pardist.specs.tensor_plan import TensorPlan
 from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf
@@ -202,7 +203,8 @@ def _spread(reference: nn.Module, plan: TensorPlan, meshes: Meshes) -> ParallelM
 
 
 def _try(model: ParallelModel, made: _MadeUp, *, dry: bool) -> tuple[_Run | None, str]:
-    mode = TensorMode(model, dry=dry)
+    assert model.meshes is not None
+    mode = TensorMode(model, Alone(int(model.meshes.tensor.get_local_rank())) if dry else None)
     partial = PartialGradients(model)
     for held in model.shards:
         held.local.grad = held.stored.grad = None
