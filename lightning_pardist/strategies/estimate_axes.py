@@ -60,7 +60,7 @@ class Described:
         return torch.bfloat16 if self.precision.name == "bf16-mixed" else None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Work:
     """What all ranks do."""
 

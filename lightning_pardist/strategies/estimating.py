@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -16,7 +16,7 @@ from lightning_pardist.describe.levers import Conditions, profile_under
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.plan import PlanInput, make_plan, plan_recompute, with_costs
 from lightning_pardist.plan.estimate import Cluster, make_estimate
-from lightning_pardist.plan.layouts import FILL, candidate_layouts, judge, rank
+from lightning_pardist.plan.layouts import FILL, candidate_layouts, judge, rank, too_large
 from lightning_pardist.plan.memory import Held
 from lightning_pardist.specs.block_levers import RecomputeOptions, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
@@ -32,6 +32,22 @@ from lightning_pardist.strategies.refusals import check_pipeline, refuse_under_p
 
 Entry = Literal["training_step", "forward"]
 PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "bf16-mixed")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A layout to estimate."""
+
+    config: ParallelConfig
+    cluster: Cluster
+    recompute: RecomputeOptions | None = None
+    tensor: TensorOptions | None = None
+    pipeline: PipelineOptions | None = None
+
+    @property
+    def stages(self) -> PipelineOptions:
+        """How the stack is cut."""
+        return self.pipeline or PipelineOptions()
 
 
 class Estimator:
@@ -100,31 +116,37 @@ class Estimator:
         Raises:
             ValueError: if the sizes do not fit the world, or the module cannot be spread so.
         """
+        asked = _Asked(config, cluster, recompute, tensor, pipeline)
+        plan = self._plan(asked)
+        return self._joined(plan, self._work(plan, asked.stages), cluster)
+
+    def _plan(self, asked: _Asked) -> ParallelPlan:
+        config, cluster = asked.config, asked.cluster
         sizes = config.resolve(world_size=cluster.world_size, num_nodes=cluster.num_nodes)
-        self._check(sizes, config, tensor, pipeline)
-        pipeline = pipeline or PipelineOptions()
+        self._check(sizes, asked)
         sharded = sizes.data_parallel_shard > 1
         precision = self._precision_plan(sharded=sharded)
-        tensor_plan = pipeline_plan = None
+        tensor = pipeline = None
         if sizes.tensor_parallel > 1:
-            tensor_plan = self._axes.tensor_plan(sizes.tensor_parallel, tensor or TensorOptions())
+            tensor = self._axes.tensor_plan(sizes.tensor_parallel, asked.tensor or TensorOptions())
         if sizes.pipeline_parallel > 1:
-            pipeline_plan = self._axes.pipeline_plan(sizes.pipeline_parallel, pipeline, precision)
-        plan = make_plan(
+            pipeline = self._axes.pipeline_plan(sizes.pipeline_parallel, asked.stages, precision)
+        return make_plan(
             PlanInput(
                 table=self._table,
                 profile=self.profile,
                 config=config,
                 sizes=sizes,
                 precision=precision,
-                recompute=self._recompute_plan(recompute, sharded=sharded),
+                recompute=self._recompute_plan(asked.recompute, sharded=sharded),
                 training=True,
-                tensor=tensor_plan,
+                tensor=tensor,
             ),
-            pipeline=pipeline_plan,
+            pipeline=pipeline,
             optimizer_bytes_per_element=self._optimizer_bytes,
         )
-        work = self._work(plan, pipeline, sharded=sharded)
+
+    def _joined(self, plan: ParallelPlan, work: Work, cluster: Cluster) -> Estimate:
         held = Held(
             plan=plan,
             profile=self.profile,
@@ -135,29 +157,23 @@ class Estimator:
         )
         return make_estimate(held, cluster, (*self._assumptions(), *work.notes))
 
-    def _check(
-        self,
-        sizes: AxisSizes,
-        config: ParallelConfig,
-        tensor: TensorOptions | None,
-        pipeline: PipelineOptions | None,
-    ) -> None:
+    def _check(self, sizes: AxisSizes, asked: _Asked) -> None:
         """Refuses what the strategy refuses."""
-        refuse_idle_options(tensor, name="tensor", size=sizes.tensor_parallel)
-        check_pipeline(replace(config, pipeline_parallel_size=sizes.pipeline_parallel), pipeline)
+        refuse_idle_options(asked.tensor, name="tensor", size=sizes.tensor_parallel)
+        check_pipeline(replace(asked.config, pipeline_parallel_size=sizes.pipeline_parallel), asked.pipeline)
         if isinstance(self._module, LightningModule):
-            refuse_under_pipeline(self._module, sizes, config)
+            refuse_under_pipeline(self._module, sizes, asked.config)
             refuse_under_tensor_axis(self._module, sizes)
 
-    def _work(self, plan: ParallelPlan, pipeline: PipelineOptions, *, sharded: bool) -> Work:
+    def _work(self, plan: ParallelPlan, stages: PipelineOptions) -> Work:
         if plan.tensor is not None or plan.pipeline is not None:
-            return self._axes.work(plan, pipeline)
+            return self._axes.work(plan, stages)
         again = plan.recompute.flops_again or 0
         work = RankWork(
             flops_forward=self.profile.flops_forward,
             flops_backward=self.profile.flops_backward + again,
             flops_again=again,
-            activation_bytes=self._activations(plan.recompute, sharded=sharded),
+            activation_bytes=self._activations(plan.recompute, sharded=plan.sizes.data_parallel_shard > 1),
         )
         return Work(ranks=(work,), idle_share=0.0)
 
@@ -179,13 +195,24 @@ class Estimator:
             options = RecomputeOptions() if recomputed else None
             shown = {**arguments, "recompute": "RecomputeOptions()"} if recomputed else arguments
             try:
-                estimate = self.estimate(ParallelConfig(**arguments), cluster, options)
+                estimate = self._tried(_Asked(ParallelConfig(**arguments), cluster, options), fill)
             except ValueError as error:
                 reason = " ".join(str(error).split())
                 found.append(Candidate(layout=words, arguments=shown, estimate=None, rejected=reason))
                 continue
             found.append(judge(words, shown, estimate, fill))
         return rank(found)
+
+    def _tried(self, asked: _Asked, fill: float) -> Estimate:
+        """Returns the estimate of a layout; without activations, if what ranks store is too much already."""
+        plan = self._plan(asked)
+        if plan.tensor is None and plan.pipeline is None:
+            return self._joined(plan, self._work(plan, asked.stages), asked.cluster)
+        unknown = RankWork(flops_forward=0, flops_backward=0)
+        stored = self._joined(plan, Work((unknown,) * plan.sizes.pipeline_parallel, 0.0), asked.cluster)
+        if too_large(stored, fill):
+            return stored
+        return self._joined(plan, self._work(plan, asked.stages), asked.cluster)
 
     def _precision_plan(self, *, sharded: bool) -> PrecisionPlan:
         if self._precision == "bf16-mixed" and sharded:
