@@ -93,7 +93,7 @@ def shipped_plan(model: nn.Module) -> dict[str, str]:
 
 def compare(model_type: str, batch: dict[str, torch.Tensor]) -> Row:
     """Returns what became of one architecture."""
-    from benchmarks.describe import running_model
+    from benchmarks.support.small_models import running_model
     from lightning_pardist.describe.linear_roles import derive_roles
 
     row = Row(model_type)
@@ -264,7 +264,7 @@ def main() -> None:
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
-    from benchmarks.describe import sample
+    from benchmarks.support.small_models import sample
 
     rows = []
     for name in given.names or architectures():

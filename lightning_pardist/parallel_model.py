@@ -89,8 +89,8 @@ class OnShares(Protocol):
         """Returns ``fn()``, run on shares."""
         ...
 
-    def again(self, block: str) -> AbstractContextManager[object]:
-        """Returns a context in which a block computes once more what it computes now."""
+    def again(self, block: str) -> Callable[[], AbstractContextManager[object]]:
+        """Returns what makes a context in which a block computes once more what it computes now."""
         ...
 
 

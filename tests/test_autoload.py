@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-NAMES = ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp", "pardist_hybrid", "pardist_tp", "pardist_pp"]
+NAMES = [
+    "pardist_ddp",
+    "pardist_zero1",
+    "pardist_zero2",
+    "pardist_fsdp",
+    "pardist_hybrid",
+    "pardist_tp",
+    "pardist_pp",
+    "pardist_3d",
+]
 
 REGISTRY = """
 class _Registry(dict):
@@ -71,6 +80,12 @@ def test_a_program_that_never_names_us_finds_the_names() -> None:
         "pardist_hybrid": {"zero_stage": 3},
         "pardist_tp": {"tensor_parallel_size": "auto", "data_parallel_replicate_size": 1, "zero_stage": 3},
         "pardist_pp": {"pipeline_parallel_size": "auto"},
+        "pardist_3d": {
+            "pipeline_parallel_size": 2,
+            "tensor_parallel_size": "auto",
+            "data_parallel_replicate_size": 1,
+            "zero_stage": 3,
+        },
     }
     assert found == [arguments, False]
 

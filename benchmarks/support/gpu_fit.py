@@ -12,12 +12,11 @@ import lightning as L
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader
 
+from benchmarks.support.gpt import BenchmarkGPT, RandomRows, planned_state_bytes, quiet
 from benchmarks.support.one_rank_mesh import OneRankMesh
-from examples.gpt.gpt_module import GPT, VOCABULARY
 from lightning_pardist import HybridStrategy
-from lightning_pardist.plan import state_bytes
 
 STEPS = 8
 
@@ -50,9 +49,10 @@ class Setting:
         return "nccl" if self.device == "cuda" else "gloo"
 
 
-class BenchmarkGPT(GPT):
-    """The example's GPT with one optimizer group and one logged value."""
+class CompilableGPT(BenchmarkGPT):
+    """The same, with blocks that it may compile itself."""
 
+    learning_rate = 3e-4
     compiles_blocks = False
 
     def configure_model(self) -> None:
@@ -60,26 +60,12 @@ class BenchmarkGPT(GPT):
             for block in self.blocks:
                 block.compile()
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        self.log("train_loss", loss)
-        return loss
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=3e-4)
-
-
-class Rows(Dataset[Tensor]):
-    """Random bytes, which a model can only learn by heart: the loss still falls."""
-
-    def __init__(self, count: int, context: int) -> None:
-        self._rows = torch.randint(0, VOCABULARY, (count, context + 1), generator=torch.Generator().manual_seed(1))
-
-    def __len__(self) -> int:
-        return len(self._rows)
+class FewRows(RandomRows):
+    """The same few again and again, which a model can learn by heart: the loss falls."""
 
     def __getitem__(self, index: int) -> Tensor:
-        return self._rows[index % 16]
+        return super().__getitem__(index % 16)
 
 
 class Notes(L.Callback):
@@ -109,7 +95,7 @@ def fit(
     size, ranks = setting.size, options.pop("ranks", 1)
     compiles, resume = options.pop("compiles", False), options.pop("resume", None)
     torch.manual_seed(0)
-    module = BenchmarkGPT(width=size.width, depth=size.depth, heads=size.heads, context=size.context)
+    module = CompilableGPT(width=size.width, depth=size.depth, heads=size.heads, context=size.context)
     module.compiles_blocks = compiles
     trainer = L.Trainer(
         strategy=strategy,
@@ -120,13 +106,9 @@ def fit(
         max_steps=steps,
         gradient_clip_val=setting.clip,
         callbacks=callbacks,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
+        **quiet(**options),
     )
-    rows = Rows(size.rows * 100, size.context)
+    rows = FewRows(size.rows * 100, size.context)
     trainer.fit(module, DataLoader(rows, size.rows // ranks), ckpt_path=resume)
     return trainer
 
@@ -146,13 +128,11 @@ def one_run(setting: Setting, strategy: Any, precision: str, **options: Any) -> 
         found["peak_bytes"] = torch.cuda.max_memory_allocated() - base
     model = getattr(trainer.strategy, "parallel_model", None)
     if model is not None and model.profile is not None:
-        shards = model.plan.sizes.data_parallel_shard if model.kind == "shard" else 1
-        state = state_bytes(model.profile, shards, optimizer_bytes_per_element=8)
         found |= {
             "kind": model.kind,
             "backend": trainer.strategy.process_group_backend,
             "parameters": model.profile.num_parameters,
-            "state_bytes": state.parameters + state.gradients + (state.optimizer or 0),
+            "state_bytes": planned_state_bytes(model),
             "activation_bytes": model.profile.saved_activation_bytes,
         }
     return found

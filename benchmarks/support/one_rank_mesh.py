@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 from lightning.pytorch import Trainer
@@ -36,8 +37,8 @@ class OneRankMesh(HybridStrategy):
         with mock.patch("lightning_pardist.strategies.spread.make_plan", self._plan):
             super().setup(trainer)
 
-    def _plan(self, given: PlanInput) -> ParallelPlan:
+    def _plan(self, given: PlanInput, **made: Any) -> ParallelPlan:
         precision = precision_plan(self.precision_plugin, sharded=True)
         two = replace(given, sizes=AxisSizes(data_parallel_shard=2), precision=precision)
-        plan = make_plan(two)
+        plan = make_plan(two, **made)
         return replace(plan, sizes=AxisSizes(), state_per_rank=plan.state_one_process)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 
+from benchmarks.support.gpt import BenchmarkGPT, RandomRows, planned_state_bytes, quiet
 from benchmarks.support.state import LiveState, live_state
 from benchmarks.support.traffic import Collective, CollectiveRecorder, Traffic, planned
 from examples.gpt.gpt_module import GPT
 from lightning_pardist import HybridStrategy
-from lightning_pardist.plan import state_bytes
 
 RECORDED_STEP = 2
 """Step whose collectives are counted: DistributedDataParallel settles on its buckets at the start of step 1."""
@@ -98,18 +98,6 @@ class StartLine:
             self._found.state = live_state(module, optimizers)
 
 
-class BenchmarkGPT(GPT):
-    """The example's GPT with one optimizer group and one logged value."""
-
-    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        self.log("train_loss", loss)
-        return loss
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(self.parameters(), lr=1e-3)
-
-
 class HandShardedGPT(BenchmarkGPT):
     """The module as ModelParallelStrategy wants it: its own configure_model shards it."""
 
@@ -118,21 +106,6 @@ class HandShardedGPT(BenchmarkGPT):
     def configure_model(self) -> None:
         mesh = hand_mesh(self.layout) if self.layout == "hybrid" else self.device_mesh["data_parallel"]
         shard_by_hand(self, mesh, self.layout)
-
-
-class Rows(Dataset[Tensor]):
-    """Random bytes: what they say makes no difference to the time."""
-
-    def __init__(self, size: Size, world_size: int) -> None:
-        generator = torch.Generator().manual_seed(1)
-        count = size.rows * world_size * size.steps
-        self._rows = torch.randint(0, 256, (count, size.context + 1), generator=generator)
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self._rows[index]
 
 
 def shard_by_hand(model: GPT, mesh: DeviceMesh, layout: str) -> None:
@@ -156,7 +129,7 @@ def build(size: Size, kind: type[BenchmarkGPT] = BenchmarkGPT) -> BenchmarkGPT:
 
 
 def _loader(size: Size) -> DataLoader[Tensor]:
-    dataset = Rows(size, dist.get_world_size())
+    dataset = RandomRows(size.rows * dist.get_world_size() * size.steps, size.context)
     return DataLoader(dataset, size.rows, sampler=DistributedSampler(dataset, shuffle=False))
 
 
@@ -196,11 +169,9 @@ class _AtStartLine(L.Callback):
         strategy = trainer.strategy
         if isinstance(strategy, HybridStrategy):
             model = strategy.parallel_model
-            assert model is not None and model.profile is not None and strategy.meshes is not None
+            assert model is not None and strategy.meshes is not None
             self._found.planned = planned(model.plan, strategy.meshes)
-            shard_size = model.plan.sizes.data_parallel_shard if model.kind == "shard" else 1
-            state = state_bytes(model.profile, shard_size, optimizer_bytes_per_element=8)
-            self._found.planned_state = state.parameters + state.gradients + (state.optimizer or 0)
+            self._found.planned_state = planned_state_bytes(model)
 
     def on_train_batch_start(self, *args: Any) -> None:
         self._line()
@@ -220,10 +191,7 @@ def _train_by_lightning(variant: Variant, size: Size, found: Found, line: StartL
         max_steps=size.steps,
         use_distributed_sampler=False,  # the loader has one, the same for every variant
         callbacks=[_AtStartLine(line, found)],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
+        **quiet(),
     )
     trainer.fit(build(size, kind), _loader(size))
 

@@ -53,6 +53,6 @@ def _compile(block: nn.Module, options: CompileOptions) -> None:
     replace_forward(block, forward)
 
 
-def _as_in_forward(model: ParallelModel, block: str) -> AbstractContextManager[object]:
-    """Returns a context in which a block computes on what it computes on now: this rank's shares, on a tensor axis."""
-    return nullcontext() if model.tensor_mode is None else model.tensor_mode.again(block)
+def _as_in_forward(model: ParallelModel, block: str) -> Callable[[], AbstractContextManager[object]]:
+    """Returns what makes a context to compute a block in as now: on this rank's shares, on a tensor axis."""
+    return nullcontext if model.tensor_mode is None else model.tensor_mode.again(block)

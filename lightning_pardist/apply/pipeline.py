@@ -50,24 +50,11 @@ def cut_stages(model: ParallelModel, device: torch.device) -> PipelineCut:
 
 
 def install_stand_ins(model: ParallelModel) -> None:
-    """Lets blocks ask, at every call, whether this stage runs them. After sharding: our hooks must be the last.
-
-    Raises:
-        ValueError: for a compiled block, whose insides cannot ask.
-    """
+    """Lets blocks ask, at every call, whether this stage runs them. After sharding: our hooks must be the last."""
     cut = model.pipeline
     assert cut is not None
     for index, name in enumerate(cut.plan.blocks):
         block = model.module.get_submodule(name)
-        if getattr(block, "_compiled_call_impl", None) is not None or hasattr(block, "_orig_mod"):
-            raise ValueError(
-                message(
-                    "Blocks of a pipeline must not be compiled in this version: stages decide at their calls.",
-                    got=f"{name} was compiled",
-                    source="the LightningModule",
-                    change="leave out block.compile() under pipeline parallelism, or compile what is inside the blocks",
-                )
-            )
         owner = cut.plan.stage_of(index).index
         is_here = any(stage.index == owner for stage in cut.plan.stages_of(cut.rank))
         block.forward = _asking(cut, index, name, block.forward, is_here=is_here)

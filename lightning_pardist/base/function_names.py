@@ -11,6 +11,11 @@ _OPERATORS = {
     "rdiv": "div", "idiv": "div",
 }  # fmt: skip
 
+CONTRACTIONS = frozenset(
+    "linear matmul bmm mm mv rmatmul addmm baddbmm einsum grouped_mm _grouped_mm grouped_mm_fallback".split()
+)
+"""Functions that a linear layer may be written with; ``grouped_mm`` is one of many experts at once."""
+
 
 def function_name(func: Callable[..., Any]) -> str:
     """Returns the function's plain name: ``add`` for ``torch.add``, ``Tensor.add_`` and ``Tensor.__radd__``."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
@@ -47,8 +47,8 @@ class Recomputation:
 
     kept: frozenset[OpOverload] = frozenset()
     """Operators whose results are kept; empty: nothing but the block's inputs."""
-    during: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Called in the forward pass; returns a context for this pass's recomputation, outside compiled code."""
+    during: Callable[[], Callable[[], AbstractContextManager[object]]] = lambda: nullcontext
+    """Called in the forward pass, outside compiled code; what it returns makes a context for every recomputation."""
     note: Callable[[OpOverload, Any], None] | None = None
     """Told of every result that is kept."""
 
@@ -135,7 +135,7 @@ def _selective(how: Recomputation) -> Any:
 
 def _contexts(block: nn.Module, how: Recomputation) -> tuple[Any, Any]:
     first, again = _selective(how) if how.kept else (nullcontext(), nullcontext())
-    return first, _recomputing(block, how.during(), again)
+    return first, _Recomputing(block, how.during(), again)
 
 
 def _from_the_same_caches(run: Callable[..., Any], given: Sequence[Any]) -> Callable[..., Any]:
@@ -170,12 +170,27 @@ def _copy_of_cache(cache: Any) -> Any:
     return copy.deepcopy(cache, {id(value): value for value in tensors if isinstance(value, Tensor)})
 
 
-@contextmanager
-def _recomputing(
-    block: nn.Module, during: AbstractContextManager[object], again: AbstractContextManager[object]
-) -> Iterator[None]:
-    with during, _throwaway_statistics(block), again:
-        yield
+class _Recomputing:
+    """A context that can be entered once per backward pass through the block: torch makes it once, in forward."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        during: Callable[[], AbstractContextManager[object]],
+        again: AbstractContextManager[object],
+    ) -> None:
+        self._block, self._during, self._again = block, during, again
+        self._entered: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._during())
+            stack.enter_context(_throwaway_statistics(self._block))
+            stack.enter_context(self._again)
+            self._entered.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._entered.pop().__exit__(*error)
 
 
 @contextmanager

@@ -6,11 +6,12 @@ new torch release is checked here and nowhere else.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
@@ -19,6 +20,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.optim.optimizer import _global_optimizer_post_hooks
+from torch.utils import checkpoint as torch_checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -40,6 +42,7 @@ __all__ = [
     "TorchDispatchMode",
     "argument_named",
     "as_plain_tensors",
+    "checkpoints_without_reentry",
     "current_autograd_node",
     "has_step_post_hooks",
     "next_autograd_sequence_number",
@@ -48,6 +51,7 @@ __all__ = [
     "storage_key",
     "tree_flatten",
     "tree_unflatten",
+    "under_dispatch_mode",
     "version_counter",
     "without_dispatch_modes",
     "without_function_modes",
@@ -126,6 +130,11 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     return _disable_current_modes()
 
 
+def under_dispatch_mode() -> bool:
+    """Returns whether a dispatch mode sees every operator now, as that of selective recomputation does."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
 def wrapper_tensor(cls: type[Any], shape: Sequence[int], like: torch.Tensor) -> Any:
     """Returns a tensor of a subclass that has a shape but no memory of its own; torch's tutorials use this name."""
     return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device, requires_grad=False)
@@ -139,3 +148,29 @@ def as_plain_tensors() -> AbstractContextManager[object]:
 def without_function_modes() -> AbstractContextManager[object]:
     """Returns a context in which no function mode sees calls of torch functions, such as those of our own hooks."""
     return torch._C.DisableTorchFunction()
+
+
+@contextmanager
+def checkpoints_without_reentry() -> Iterator[None]:
+    """Runs ``checkpoint(use_reentrant=True)`` as the other kind, with the same numbers.
+
+    The reentrant kind hides its gradient graph until the backward pass and refuses ``autograd.grad``: a pipeline stage
+    could neither send what is made inside nor take the halves of a backward pass apart.
+    """
+    original = torch_checkpoint.CheckpointFunction
+    torch_checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc, assignment]  # looked up at every call
+    try:
+        yield
+    finally:
+        torch_checkpoint.CheckpointFunction = original  # type: ignore[misc]
+
+
+class _NotReentrant:
+    """Called as ``CheckpointFunction`` is."""
+
+    @staticmethod
+    def apply(function: Callable[..., Any], preserve_rng_state: bool, *args: Any) -> Any:
+        if not any(isinstance(arg, Tensor) and arg.requires_grad for arg in args):
+            with torch.no_grad():  # there the reentrant kind gives no gradient to anything, weights included
+                return function(*args)
+        return torch_checkpoint.checkpoint(function, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state)

@@ -132,10 +132,16 @@ class Assembler:
                 dtype=parameter.dtype,
                 requires_grad=parameter.requires_grad,
                 phases=self._phases_using(name),
+                is_reached=self._is_reached(name),
                 users=tuple(self._recorder.users.get(name, ())) if self._recorder else (),
             )
             for name, parameter in self._module.named_parameters()
         )
+
+    def _is_reached(self, name: str) -> bool:
+        """Returns False only where the backward pass is known to have left a parameter out."""
+        reached = self._recorder.reached if self._recorder is not None else {}
+        return not reached or name in reached
 
     def _phases_using(self, name: str) -> tuple[str, ...]:
         if self._recorder is None:

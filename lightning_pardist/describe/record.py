@@ -98,6 +98,8 @@ class StepRecorder(TorchDispatchMode):
         self.uses: dict[str, dict[int, None]] = {}
         """Parameter name -> segments that use it, in order."""
         self.called_modules: dict[str, None] = {}
+        self.reached: dict[str, None] = {}
+        """Names of the parameters that got a gradient, in order."""
         self.users: dict[str, dict[str, None]] = {}
         """Parameter name -> modules whose forward was the innermost one running when it was used, in order."""
         self._running: list[str] = [""]
@@ -127,6 +129,9 @@ class StepRecorder(TorchDispatchMode):
 
     def watch(self, module: nn.Module, candidates: Mapping[str, nn.Module]) -> None:
         """Hooks the modules of the fake copy; ``candidates`` are those whose calls cut the step into segments."""
+        for name, parameter in module.named_parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._reached(name))
         for name, child in module.named_modules():
             if name in candidates:
                 child.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True)
@@ -136,6 +141,12 @@ class StepRecorder(TorchDispatchMode):
             # The very first and the very last hook of a call, whether it ends or fails.
             child.register_forward_pre_hook(self._running_starts(name), prepend=True)
             child.register_forward_hook(self._running_ends, always_call=True)
+
+    def _reached(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            self.reached[name] = None
+
+        return hook
 
     def _running_starts(self, name: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: Any) -> None:

@@ -14,6 +14,7 @@ from dataclasses import replace
 
 import torch
 
+from lightning_pardist.base.function_names import CONTRACTIONS
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_axes import Axis, Factor, Factors, expand, find, size_of
 from lightning_pardist.describe.roles_state import State, argument, results
@@ -22,7 +23,7 @@ from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDi
 
 Terms = tuple[tuple[int, TermKind], ...]
 
-_SIZED = frozenset(["view", "reshape", "unflatten", "expand", "broadcast_to"])
+_SIZED = frozenset("view reshape unflatten expand broadcast_to new_empty new_zeros new_ones".split())
 _SPLIT = frozenset(["split", "split_with_sizes", "chunk", "tensor_split", "unsafe_chunk", "unsafe_split"])
 _RANDOM = frozenset(
     """
@@ -30,7 +31,7 @@ _RANDOM = frozenset(
     scaled_dot_product_attention rand_like randn_like
     """.split()
 )
-_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum multi_head_attention_forward".split())
+_LINEAR = CONTRACTIONS | {"multi_head_attention_forward"}
 _LOOK = frozenset(["embedding"])
 
 
@@ -187,23 +188,29 @@ def _repeated(event: Event, sharing: Sharing, state: State) -> tuple[ShardedDim,
     ahead = out.dim() - len(dims)
     for index in range(1, out.dim()):
         before = sharing.dim(dims[index - 1 - ahead]) if index - 1 >= ahead else None
-        if before is None or size_of(dims[index - ahead]) != 1:
+        if before is None or _counts_queries(before) or size_of(dims[index - ahead]) != 1:
             continue
         found = sharing.dim((*dims[index - 1 - ahead], int(out.shape[index])))
-        if found is not None and found.terms[-1][1] == "sub":
-            terms: Terms = ((int(out.shape[index]), "sub"),)
+        if found is not None and _counts_queries(found):
+            terms: Terms = ((int(out.shape[index]), "times"),)
             return (ShardedDim(dim=index, region=before.region, terms=terms),)
     return ()
+
+
+def _counts_queries(dim: ShardedDim) -> bool:
+    """Returns whether a dim has the query heads in it already, not the key-value heads alone."""
+    return dim.terms[-1][1] == "sub"
 
 
 def _times(call: ShardCall, event: Event, sharing: Sharing, state: State) -> ShardCall:
     times, dim = argument(event, 1, "repeats"), argument(event, 2, "dim")
     if not isinstance(times, int) or not isinstance(dim, int):
         return call
-    found = sharing.dim((*state.tag(event.args[0]).dims[dim], times))
-    if found is None or found.terms[-1][1] != "sub":
+    dims = state.tag(event.args[0]).dims[dim]
+    before, found = sharing.dim(dims), sharing.dim((*dims, times))
+    if before is None or _counts_queries(before) or found is None or not _counts_queries(found):
         return call
-    return replace(call, times=ShardedDim(dim=dim, region=found.region, terms=((times, "sub"),)))
+    return replace(call, times=ShardedDim(dim=dim, region=found.region, terms=((times, "times"),)))
 
 
 def _split(call: ShardCall, event: Event, sharing: Sharing, state: State) -> ShardCall:

@@ -7,12 +7,13 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
+from lightning_pardist.base.function_names import CONTRACTIONS
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_state import results
 from lightning_pardist.describe.roles_trace import Event, Trace
 from lightning_pardist.specs.tensor_roles import WeightRole
 
-_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum multi_head_attention_forward".split())
+_LINEAR = CONTRACTIONS | {"multi_head_attention_forward"}
 _SHARED_INPUTS = 4
 """As many inputs as ``run`` remembers, so that queries, keys and values of one input are summed once."""
 

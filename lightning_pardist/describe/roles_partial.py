@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
+from lightning_pardist.base.function_names import CONTRACTIONS
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_calls import Sharing
-from lightning_pardist.describe.roles_state import State, results
+from lightning_pardist.describe.roles_state import State, argument, results
 from lightning_pardist.describe.roles_trace import Event, Trace
 from lightning_pardist.specs.tensor_roles import PartialParameter
 
-_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum multi_head_attention_forward".split())
+_LINEAR = CONTRACTIONS | {"multi_head_attention_forward"}
+_BIAS = {"linear": (2, "bias"), "addmm": (0, "input"), "baddbmm": (0, "input")}
 
 
 def partial_parameters(trace: Trace, sharing: Sharing, state: State) -> Iterator[PartialParameter]:
@@ -37,3 +41,17 @@ def _is_closing(event: Event, sharing: Sharing, state: State) -> bool:
     if event.name not in _LINEAR:
         return False
     return any(sharing.is_shared(t) and state.tag(t).weights for t in tensors_in((event.args, event.kwargs)))
+
+
+def added_biases(trace: Trace, state: State) -> dict[str, tuple[str, ...]]:
+    """Returns, by weight, the parameters that its linear layers add to their output."""
+    found: dict[str, dict[str, None]] = {}
+    for event in trace.events:
+        bias = argument(event, *_BIAS[event.name]) if event.name in _BIAS else None
+        if not isinstance(bias, torch.Tensor):
+            continue
+        names = sorted(state.tag(bias).weights)
+        for tensor in tensors_in((event.args, event.kwargs)):
+            for weight in state.tag(tensor).weights if tensor is not bias else ():
+                found.setdefault(weight, {}).update(dict.fromkeys(names))
+    return {weight: tuple(names) for weight, names in found.items()}

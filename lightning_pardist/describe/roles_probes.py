@@ -7,12 +7,16 @@ from typing import Any
 
 import torch
 
+from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.words import common_module, dtype_word
+from lightning_pardist.describe.roles_calls import Sharing
 from lightning_pardist.describe.roles_trace import Trace
-from lightning_pardist.specs.tensor_roles import RegionProbe, ShardCall, TensorLeaf, TensorRegion
+from lightning_pardist.specs.tensor_roles import RegionProbe, ShardCall, SharedOutput, TensorLeaf, TensorRegion
 
 
-def region_probes(trace: Trace, regions: Sequence[TensorRegion], calls: Sequence[ShardCall]) -> Iterator[RegionProbe]:
+def region_probes(
+    trace: Trace, regions: Sequence[TensorRegion], calls: Sequence[ShardCall], sharing: Sharing
+) -> Iterator[RegionProbe]:
     """Yields one probe for each kind of region: those of like blocks differ in their indices only.
 
     A region whose parts have no module in common but the root is left out.
@@ -32,8 +36,21 @@ def region_probes(trace: Trace, regions: Sequence[TensorRegion], calls: Sequence
             kwargs = {key: _leaf(item) for key, item in call.kwargs.items()}
             names = tuple(p.name for index in inside for p in regions[index].parameters)
             yield RegionProbe(
-                module=owner, regions=inside, parameters=names, args=tuple(map(_leaf, call.args)), kwargs=kwargs
+                module=owner,
+                regions=inside,
+                parameters=names,
+                args=tuple(map(_leaf, call.args)),
+                kwargs=kwargs,
+                shared_outputs=tuple(_shared_outputs(call.output, sharing, inside)),
             )
+
+
+def _shared_outputs(output: Any, sharing: Sharing, regions: Sequence[int]) -> Iterator[SharedOutput]:
+    """Yields what leaves the module in shares, such as attention weights per head, which nobody sums up."""
+    for position, tensor in enumerate(tensors_in(output)):
+        dims = tuple(dim for dim in sharing.dims(tensor) if dim.region in regions)
+        if dims:
+            yield SharedOutput(position=position, shape=tuple(int(size) for size in tensor.shape), dims=dims)
 
 
 def region_members(region: TensorRegion, calls: Sequence[ShardCall]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from lightning_pardist.base.nested import tensors_in
-from lightning_pardist.describe.roles_axes import Factors, cut, regroup, stop, unify
+from lightning_pardist.describe.roles_axes import Axis, Factors, cut, regroup, stop, unify
 from lightning_pardist.describe.roles_state import State, argument, pinned, results, rule
 from lightning_pardist.describe.roles_trace import Event
 
@@ -34,15 +34,16 @@ def elementwise(state: State, event: Event) -> None:
         state.put(out, state.broadcast(tensors, out.shape), weights)
 
 
-@rule(
-    """
-    new_empty new_zeros new_ones new_full empty_like zeros_like ones_like full_like rand_like randn_like
-    new_tensor
-    """
-)
+@rule("empty_like zeros_like ones_like full_like rand_like randn_like new_full new_tensor")
 def _fresh(state: State, event: Event) -> None:
     for out in results(event):
         state.put(out, [(int(size),) for size in out.shape])
+
+
+@rule("new_empty new_zeros new_ones")
+def _room(state: State, event: Event) -> None:
+    """Axes of its own: what is copied into a slice of it is then shared out with it."""
+    state.put(event.out, [(Axis(int(size)),) for size in event.out.shape])
 
 
 #  views

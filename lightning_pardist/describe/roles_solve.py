@@ -13,7 +13,7 @@ from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, 
 from lightning_pardist.describe.roles_calls import Sharing, quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
 from lightning_pardist.describe.roles_exchanges import exchanges
-from lightning_pardist.describe.roles_partial import partial_parameters
+from lightning_pardist.describe.roles_partial import added_biases, partial_parameters
 from lightning_pardist.describe.roles_probes import region_members, region_probes
 from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
@@ -126,6 +126,7 @@ class _Assembler:
         self._reasons = reasons
         self._groups = self._group_classes()
         self._sharing = Sharing(state, self._groups, [self._repeat(classes) for classes in self._groups])
+        self._biases = added_biases(trace, state)
 
     def roles(self, module_class: str) -> TensorRoles:
         """Returns everything that was found."""
@@ -143,7 +144,7 @@ class _Assembler:
             weights=tuple(weights),
             regions=regions,
             region_members=tuple(region_members(region, calls) for region in regions),
-            probes=tuple(region_probes(self._trace, regions, calls)),
+            probes=tuple(region_probes(self._trace, regions, calls, self._sharing)),
             calls=calls,
             exchanges=tuple(exchanges(self._trace, weights)),
             quiet_modules=quiet_modules(self._trace, calls),
@@ -197,6 +198,7 @@ class _Assembler:
             parts=parts,
             region=self._region_of(name) if dim is not None and role != "vocab" else None,
             reason=reason,
+            biases=self._biases.get(name, ()),
         )
 
     def _sharded(self, name: str) -> tuple[int | None, tuple[int, ...]]:

@@ -46,12 +46,13 @@ class Call:
     """Index of its event; None if nothing in it depends on parameters."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModuleCall:
-    """What a module was first called with."""
+    """What a module was first called with, and what it returned."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    output: Any = None
 
 
 @dataclass
@@ -88,6 +89,8 @@ class TraceRecorder(TorchFunctionMode):
         self._depends = {id(parameter) for parameter in self.trace.parameters.values()}
         self._nodes: dict[Any, list[torch.Tensor]] = {}
         self._running: list[str] = []
+        self._first: list[bool] = []
+        """Of the running calls: is it the first one of its module?"""
         self._entries = [0]
         self._count = 0
 
@@ -103,7 +106,7 @@ class TraceRecorder(TorchFunctionMode):
             module.register_forward_hook(self._keep_outputs)
         for name, child in module.named_modules():
             child.register_forward_pre_hook(partial(self._enter, name), with_kwargs=True)
-            child.register_forward_hook(self._leave, always_call=True)
+            child.register_forward_hook(partial(self._leave, name), always_call=True)
         with self:
             yield
 
@@ -111,10 +114,14 @@ class TraceRecorder(TorchFunctionMode):
         self._running.append(name)
         self._count += 1
         self._entries.append(self._count)
-        if current_autograd_node() is None:
-            self.trace.module_calls.setdefault(name, ModuleCall(args, dict(kwargs)))
+        is_first = current_autograd_node() is None and name not in self.trace.module_calls
+        if is_first:
+            self.trace.module_calls[name] = ModuleCall(args, dict(kwargs))
+        self._first.append(is_first)
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _leave(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        if self._first.pop():
+            self.trace.module_calls[name].output = output
         self._running.pop()
         self._entries.pop()
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from lightning_pardist.base.batch_norm import is_batch_norm
 from lightning_pardist.base.nested import map_leaves
-from lightning_pardist.base.torch_api import FakeTensorMode
+from lightning_pardist.base.torch_api import FakeTensorMode, checkpoints_without_reentry
 from lightning_pardist.describe.dataflow import AllSeen, FlowRecorder
 from lightning_pardist.describe.fake_copy import FakeCopier
 from lightning_pardist.describe.profile import observe_step
@@ -114,7 +114,7 @@ class Skeleton:
         try:
             if trainer is not None:
                 self._module.trainer = trainer
-            with keep_rng_state():
+            with keep_rng_state(), checkpoints_without_reentry():
                 observe_step(self._module, step.batch, observe, device=self._device)
         except AllSeen:
             pass

@@ -51,8 +51,6 @@ class PipelineStep:
     """By stage, of the largest micro-batch."""
     plain_runs: Mapping[int, StageRun]
     """The same without recomputation."""
-    always_gradients: bool
-    """Whatever can have a gradient gets one sent: the schedule runs backward passes in two halves."""
     whole_backward: frozenset[int]
     """Stages whose backward pass is not cut in two, though the schedule would."""
 
@@ -110,12 +108,8 @@ class PipelineStep:
 
     def _buffers(self, stage: StagePlan) -> int:
         received = sum(leaf_bytes(leaf) for micro in self.outputs for leaf in _leaves(micro, stage.receives))
-        gradients = (leaf for micro in self.outputs for leaf in _leaves(micro, stage.sends) if self._returns(leaf))
+        gradients = (leaf for micro in self.outputs for leaf in _leaves(micro, stage.sends) if leaf.requires_grad)
         return received + sum(leaf_bytes(leaf) for leaf in gradients)
-
-    def _returns(self, leaf: Leaf) -> bool:
-        """Returns whether a gradient of what was sent comes back."""
-        return leaf.requires_grad or (self.always_gradients and leaf.dtype.is_floating_point)
 
     def _passes(self, rank: int) -> Iterator[Traffic]:
         sent: list[int] = []
@@ -126,7 +120,7 @@ class PipelineStep:
             leaves = [leaf for micro in self.outputs for leaf in _leaves(micro, before.sends)]
             forward, backward = (sent, received) if rank == before.rank else (received, sent)
             forward += [leaf_bytes(leaf) for leaf in leaves]
-            backward += [leaf_bytes(leaf) for leaf in leaves if self._returns(leaf)]
+            backward += [leaf_bytes(leaf) for leaf in leaves if leaf.requires_grad]
         if sent:
             yield Traffic(collective="send", axis=axes.PIPELINE_PARALLEL, count=len(sent), nbytes=sum(sent))
         if received:

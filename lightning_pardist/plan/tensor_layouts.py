@@ -145,6 +145,7 @@ def local_shapes(
 def _biases_of_lone_weights(
     decided: Iterable[tuple[WeightRole, TensorRole]], kept: Iterable[TensorRegion]
 ) -> list[str]:
-    """Returns the names that whole biases of column weights outside regions would have: a rank uses its part only."""
+    """Returns the whole biases of column weights outside regions: a rank uses its part only."""
     known = {parameter.name for region in kept for parameter in region.parameters}
-    return [f"{w.name}.bias" for w, role in decided if role in ("column", "vocab") and w.parameter not in known]
+    lone = [w for w, role in decided if role in ("column", "vocab") and w.parameter not in known]
+    return list(dict.fromkeys(name for weight in lone for name in weight.biases if name not in known))

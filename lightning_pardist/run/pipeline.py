@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
 from lightning_pardist import torch_pipelining_api as api
+from lightning_pardist.base.torch_api import checkpoints_without_reentry
 from lightning_pardist.mesh import stage_groups
 from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
 from lightning_pardist.run.microbatches import even_sizes
@@ -23,7 +24,7 @@ from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRu
 from lightning_pardist.run.step import model_device
 from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.unused import UsedInStep
-from lightning_pardist.specs.pipeline_options import SINGLE_STAGE, V_SHAPED
+from lightning_pardist.specs.pipeline_options import SINGLE_STAGE
 from lightning_pardist.specs.pipeline_plan import Action, Dataflow, Orders, PipelinePlan, StagePlan
 from lightning_pardist.torch_schedules_api import orders_of
 
@@ -77,6 +78,8 @@ class PipelineRunner:
         self._partial = PartialGradients(model) if model.plan.tensor is not None else None
         self.moments: list[Moment] | None = None
         """Set to a list to have the actions of the next steps measured."""
+        self.at_action: Callable[[str, int, int], None] = lambda kind, stage, micro: None
+        """Told of every action before it runs: its kind, stage and micro-batch."""
 
     @property
     def plan(self) -> PipelinePlan:
@@ -101,19 +104,19 @@ class PipelineRunner:
             root_call=self._root_call(),
             device=self._device,
         )
-        schedule, splits_backward = self._schedule(len(request.micros), training=request.training)
+        schedule = self._schedule(len(request.micros), training=request.training)
         for program, stage in zip(self._programs, self._stages, strict=True):
             program.run = run
             index = program.stage.index
             traffic = [
-                api.Traffic(
-                    value_shapes(micro, run.receives[index], always_gradients=splits_backward),
-                    value_shapes(micro, run.sends[index], always_gradients=splits_backward),
-                )
+                api.Traffic(value_shapes(micro, run.receives[index]), value_shapes(micro, run.sends[index]))
                 for micro in request.micros
             ]
             stage.watch = self._watch(run)
-            stage.backward_is_whole = not splits_well(request.flow, program.stage)
+            reaches_back = all(tensor.requires_grad for part in traffic for tensor in part.receives)
+            splits = reaches_back and splits_well(request.flow, program.stage)
+            # Recomputed blocks would be computed once more for each half.
+            stage.backward_is_whole = bool(self._model.plan.recompute.blocks) or not splits
             stage.prepare(traffic, has_backward=request.training)
         for shard in self._model.shards:
             shard.take_gradient()
@@ -122,7 +125,11 @@ class PipelineRunner:
         draws = request.training and self._plan.draws_random
         devices = [self._device] if self._device.type == "cuda" else []
         try:
-            with self._model.shown(), torch.random.fork_rng(devices=devices) if draws else nullcontext():
+            with (
+                self._model.shown(),
+                torch.random.fork_rng(devices=devices) if draws else nullcontext(),
+                checkpoints_without_reentry(),
+            ):
                 kwargs = [{"micro": micro} for micro in range(len(request.micros))]
                 api.run_schedule(schedule, kwargs, has_backward=request.training)
         finally:
@@ -177,6 +184,7 @@ class PipelineRunner:
         rank = self._programs[0].stage.rank
 
         def watch(kind: str, stage: int, micro: int, action: Callable[[], Any]) -> Any:
+            self.at_action(kind, stage, micro)
             start = self._now()
             try:
                 return action()
@@ -201,8 +209,7 @@ class PipelineRunner:
 
     # ---- schedules
 
-    def _schedule(self, microbatches: int, *, training: bool) -> tuple[Any, bool]:
-        """Returns the schedule, and whether it runs backward passes in two halves."""
+    def _schedule(self, microbatches: int, *, training: bool) -> Any:
         key = (microbatches, training)
         if key not in self._schedules:
             if training:
@@ -210,17 +217,17 @@ class PipelineRunner:
             else:
                 # torch takes no schedule without backward passes; stages leave them out.
                 orders = plain_orders(self._plan, microbatches)
-                self._schedules[key] = api.build_custom_schedule(orders, self._stages, microbatches), False
+                self._schedules[key] = api.build_custom_schedule(orders, self._stages, microbatches)
         for stage in self._stages:
             stage.stage_index_to_group_rank = self._to_rank
         return self._schedules[key]
 
-    def _training_schedule(self, microbatches: int) -> tuple[Any, bool]:
+    def _training_schedule(self, microbatches: int) -> Any:
         name = None if self._custom is not None else usable_schedule(self._plan, microbatches)
         if name is not None:
-            return api.build_schedule(name, self._stages, microbatches), runs_halves(name)
-        orders, halves = training_orders(self._plan, self._custom, microbatches)
-        return api.build_custom_schedule(orders, self._stages, microbatches), halves
+            return api.build_schedule(name, self._stages, microbatches)
+        orders = training_orders(self._plan, self._custom, microbatches)
+        return api.build_custom_schedule(orders, self._stages, microbatches)
 
 
 def plain_orders(plan: PipelinePlan, microbatches: int) -> Orders:
@@ -234,22 +241,15 @@ def plain_orders(plan: PipelinePlan, microbatches: int) -> Orders:
     return orders
 
 
-def runs_halves(name: str) -> bool:
-    """Returns whether a schedule runs backward passes in two halves, for inputs first and for weights later."""
-    return name in (*V_SHAPED, "interleaved_zero_bubble")
-
-
-def training_orders(plan: PipelinePlan, custom: Orders | None, microbatches: int) -> tuple[Orders, bool]:
-    """Returns what ranks compute in a training step, in order, and whether its backward passes have two halves."""
+def training_orders(plan: PipelinePlan, custom: Orders | None, microbatches: int) -> Orders:
+    """Returns what ranks compute in a training step of so many micro-batches, in order."""
     if custom is not None:
         found = {micro for actions in custom.values() for _, _, micro in actions}
-        if len(found) == microbatches:
-            return custom, any(kind in "IW" for actions in custom.values() for _, kind, _ in actions)
-        return plain_orders(plan, microbatches), False
+        return custom if len(found) == microbatches else plain_orders(plan, microbatches)
     name = usable_schedule(plan, microbatches)
     if name is None:
-        return plain_orders(plan, microbatches), False
-    return orders_of(name, plan.ranks, len(plan.stages) // plan.ranks, microbatches), runs_halves(name)
+        return plain_orders(plan, microbatches)
+    return orders_of(name, plan.ranks, len(plan.stages) // plan.ranks, microbatches)
 
 
 def microbatch_sizes(plan: PipelinePlan, rows: int | None, *, is_custom: bool) -> list[int]:
@@ -283,8 +283,9 @@ def usable_schedule(plan: PipelinePlan, microbatches: int) -> str | None:
 def splits_well(flow: Dataflow, stage: StagePlan) -> bool:
     """Returns True if a stage's backward pass can be done for inputs first and for weights later.
 
-    torch splits it along one path from one input to one output. Where several tensors cross a cut, or code that has
-    weights runs before the stage's first block once more, graphs of weights overlap, and torch would walk them twice.
+    torch splits it along one path from one input, which needs a gradient, to one output. Where several tensors cross a
+    cut, or code that has weights runs before the stage's first block once more, graphs of weights overlap, and torch
+    would walk them twice.
     """
     received, sent = flow.crossing(stage.first) if stage.first else (), flow.crossing(stage.stop)
     repeats = stage.first > 0 and any(

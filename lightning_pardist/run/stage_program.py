@@ -204,7 +204,7 @@ class _Listener:
             if self._run.training and spec.requires_grad and not tensor.requires_grad:
                 raise ValueError(
                     f"output {value[1]} of {self._block(value[0])} needs a gradient and has none to give: a block at "
-                    "the end of a stage must not run inside checkpoint(use_reentrant=True) or no_grad"
+                    "the end of a stage must not run under no_grad in some steps only"
                 )
             found.append(tensor)
         return tuple(found)
@@ -219,14 +219,10 @@ def _spec(micro: MicroBatch, value: Value) -> Leaf:
     return micro.outputs[block].leaves[index]
 
 
-def value_shapes(micro: MicroBatch, values: Sequence[Value], *, always_gradients: bool) -> tuple[TensorShape, ...]:
-    """Returns the shapes of values; with ``always_gradients`` all that can have a gradient get one sent."""
-    found = []
-    for value in values:
-        spec = _spec(micro, value)
-        wants = spec.requires_grad or (always_gradients and spec.dtype.is_floating_point)
-        found.append(TensorShape(spec.shape, spec.dtype, wants))
-    return tuple(found)
+def value_shapes(micro: MicroBatch, values: Sequence[Value]) -> tuple[TensorShape, ...]:
+    """Returns what is foretold of values in a micro-batch."""
+    specs = (_spec(micro, value) for value in values)
+    return tuple(TensorShape(spec.shape, spec.dtype, spec.requires_grad) for spec in specs)
 
 
 def _placeholder(spec: Leaf, device: torch.device) -> Tensor:

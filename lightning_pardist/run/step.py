@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -121,6 +121,10 @@ class StepRunner:
         if self._manual and self._model.kind == "shard":
             return cast(Tensor, getattr(self._model.module, ROOT_CALL)(lambda: loss))
         return loss
+
+    def backward(self) -> AbstractContextManager[None]:
+        """Returns the context of a backward pass: what is recomputed finds what it found in the forward pass."""
+        return self._model.shown()
 
     def after_backward(self) -> None:
         """Finishes the gradients of a backward pass and, inside a manual step, makes the root usable again."""

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import torch
@@ -21,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist import torch_dist_api
-from lightning_pardist.base.function_names import function_name
+from lightning_pardist.base.function_names import CONTRACTIONS, function_name
 from lightning_pardist.base.nested import leaves, map_leaves
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
@@ -34,7 +35,6 @@ from lightning_pardist.specs.tensor_roles import ShardCall, TensorRole
 
 _T = TypeVar("_T")
 
-_LINEAR = frozenset("linear matmul bmm mm mv rmatmul addmm baddbmm einsum".split())
 _BIASED = frozenset(["addmm", "baddbmm"])
 _INPUTS_KEPT = 4
 """Inputs of open regions whose copy is shared by all layers that open one (queries, keys and values; gate and up)."""
@@ -183,9 +183,9 @@ class TensorMode(TorchFunctionMode):
         finally:
             self._leave()
 
-    def again(self, block: str) -> AbstractContextManager[object]:
-        """Returns a context in which a block computes once more what it computes now; its hooks do not run there."""
-        return self._scope_of(block, self._sequence.state())
+    def again(self, block: str) -> Callable[[], AbstractContextManager[object]]:
+        """Returns what makes a context to compute a block in once more, as now; the block's hooks do not run there."""
+        return partial(self._scope_of, block, self._sequence.state())
 
     def remove(self) -> None:
         """Takes its hooks off the module."""
@@ -244,7 +244,7 @@ class TensorMode(TorchFunctionMode):
         if name is None:
             name = self._names[func] = function_name(func)
         call = self._counted(name)
-        if name in _LINEAR:
+        if name in CONTRACTIONS:
             found = self._weight_of(args, kwargs)
             if found is not None:
                 return self._linear(name, func, args, dict(kwargs), found)

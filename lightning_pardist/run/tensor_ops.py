@@ -9,7 +9,15 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
+<<<<<<< HEAD
 from torch.distributed import ProcessGroup
+=======
+
+from lightning_pardist.base.torch_api import under_dispatch_mode
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+>>>>>>> nd
 
 
 @dataclass(frozen=True)
@@ -32,7 +40,8 @@ def copy_to_ranks(tensor: Tensor, group: Group) -> Tensor:
 def sum_over_ranks(tensor: Tensor, group: Group) -> Tensor:
     """Returns the sum of every rank's part, whole on all of them; the parts' gradient is that of the sum.
 
-    The part itself becomes the sum: it must be nobody else's, such as the result of a matmul.
+    The part itself becomes the sum: it must be nobody else's, such as the result of a matmul. Under a dispatch mode it
+    stays as it is: selective recomputation keeps results of matmuls, and would find the sum in the place of a part.
     """
     return _SumOverRanks.apply(tensor, group)
 
@@ -111,8 +120,13 @@ class _CopyToRanks(torch.autograd.Function):
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
+<<<<<<< HEAD
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
         if not tensor.is_contiguous():
+=======
+    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
+        if not tensor.is_contiguous() or under_dispatch_mode():
+>>>>>>> nd
             return summed(tensor, group)
         all_reduce(tensor, group)
         ctx.mark_dirty(tensor)

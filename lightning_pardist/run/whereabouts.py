@@ -14,6 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.parallel_model import ParallelModel
 
+_ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
 
 class Whereabouts:
     """The position of one rank: step, micro-batch, phase, block. Keeping it costs one attribute per block and call."""
@@ -23,10 +25,11 @@ class Whereabouts:
         self._step = self._micro_batch = 0
         self._phase = ""
         self._block = ""
+        self._action = ""
         self._since = time.monotonic()
         self._handles: list[RemovableHandle] = []
         stage = model.plan.sizes.pipeline_parallel
-        self._stage = "" if stage == 1 else f"stage {_coordinate(model)} of {stage}, "
+        self._stage = "" if stage == 1 else f"pipeline rank {_coordinate(model)} of {stage}, "
         blocks = [block.name for block in model.profile.blocks()] if model.profile is not None else []
         for name in blocks:
             with suppress(AttributeError):  # a block of another stage
@@ -45,17 +48,23 @@ class Whereabouts:
         """Notes that the rank is in a phase of a step; a phase that fails stays noted, for ``text``."""
         self._step = self._step if step is None else step
         self._micro_batch = self._micro_batch if micro_batch is None else micro_batch
-        outer = self._phase, self._block
-        self._phase, self._block, self._since = phase, "", time.monotonic()
+        outer = self._phase, self._block, self._action
+        self._phase, self._block, self._action, self._since = phase, "", "", time.monotonic()
         yield
-        self._phase, self._block = outer
+        self._phase, self._block, self._action = outer
+        self._since = time.monotonic()
+
+    def at_action(self, kind: str, stage: int, micro_batch: int) -> None:
+        """Notes the last action of a pipeline's schedule that the rank has begun."""
+        self._action = f", in or after the {_ACTIONS[kind]} of micro-batch {micro_batch} on stage {stage}"
         self._since = time.monotonic()
 
     def text(self) -> str:
         """Returns the position in words."""
         block = f", in or after {self._block}" if self._block else ""
         phase = self._phase or "between steps"
-        return f"rank {self._rank} is at {self._stage}step {self._step}, batch {self._micro_batch}, {phase}{block}"
+        where = f"{self._stage}step {self._step}, batch {self._micro_batch}, {phase}{self._action}{block}"
+        return f"rank {self._rank} is at {where}"
 
     @property
     def stuck_for_s(self) -> float:

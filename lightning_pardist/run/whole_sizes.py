@@ -78,9 +78,20 @@ class WholeSizes:
             index = dim.dim - offset
             if 0 <= index < len(sizes) and sizes[index] != -1 and sizes[index] % dim.period == 0:
                 sizes[index] = self._size(call, x, dim, sizes[index], len(sizes))
+        if call.function in ("view", "reshape"):
+            self._mend_mixed(call, x, sizes)
         if key is not None:
             return args, {**kwargs, key: tuple(sizes)}
         return (*args[:skipped], tuple(sizes)), kwargs
+
+    def _mend_mixed(self, call: ShardCall, x: Tensor, sizes: list[int]) -> None:
+        """Replaces a size that is neither whole nor local: this rank's key-value heads times all their query heads."""
+        for dim in call.sizes:
+            if -1 in sizes or math.prod(sizes) == x.numel() or sizes[dim.dim] == 0:
+                return
+            local = self._share(dim).local_size(dim, self._rank)
+            if math.prod(sizes) // sizes[dim.dim] * local == x.numel():
+                sizes[dim.dim] = local
 
     def _size(self, call: ShardCall, x: Tensor, dim: ShardedDim, whole: int, ndim: int) -> int:
         local = self._local(dim, whole)
@@ -92,7 +103,7 @@ class WholeSizes:
 
     def _asks_for_whole(self, call: ShardCall, x: Tensor, sizes: Sequence[int], offset: int) -> bool:
         """Returns False for sizes that were taken from local tensors: they hold as many elements as there are."""
-        if call.function in ("expand", "broadcast_to") or -1 in sizes:
+        if call.function in ("expand", "broadcast_to") or call.function.startswith("new_") or -1 in sizes:
             return True
         there = x.shape[offset] if call.function == "unflatten" else x.numel()
         return math.prod(sizes) != there
@@ -166,14 +177,17 @@ class WholeSizes:
         return tensor
 
     def _indices(self, dim: ShardedDim, whole: int, device: torch.device) -> Tensor:
-        held = self._share(dim).stretches(dim.terms, self._rank)
-        repeats = whole // dim.period
-        parts = [
-            torch.arange(start + i * dim.period, start + i * dim.period + length, device=device)
-            for i in range(repeats)
-            for start, length in held
-        ]
-        return torch.cat(parts)
+        return held_indices(dim, self._share(dim), self._rank, whole).to(device)
+
+
+def held_indices(dim: ShardedDim, share: RegionShare, rank: int, whole: int) -> Tensor:
+    """Returns which indices of a whole dim a rank holds."""
+    parts = [
+        torch.arange(start + i * dim.period, start + i * dim.period + length)
+        for i in range(whole // dim.period)
+        for start, length in share.stretches(dim.terms, rank)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.long)
 
 
 @contextmanager

@@ -37,7 +37,7 @@ class ParallelConfig:
     data_parallel_shard_size: Size = "auto"
     """Ranks that share one copy. ``"auto"``: what the other axes leave."""
     tensor_parallel_size: Size = 1
-    """Ranks that share the matrices inside a block. ``"auto"``: all ranks of a node."""
+    """Ranks that share the matrices inside a block. ``"auto"``: all ranks of a node; 2 if stages share one node."""
     pipeline_parallel_size: Size = 1
     """Ranks that the block stack is cut over. ``"auto"``: one per node if there are several, else one per device."""
     context_parallel_size: int = 1
@@ -140,8 +140,9 @@ class ParallelConfig:
         Raises:
             ValueError: if the sizes do not multiply to ``world_size``.
         """
-        tensor = world_size // num_nodes if self.tensor_parallel_size == "auto" else self.tensor_parallel_size
-        pipeline = self.pipeline_parallel_size
+        tensor, pipeline = self.tensor_parallel_size, self.pipeline_parallel_size
+        if tensor == "auto":
+            tensor = 2 if num_nodes == 1 and pipeline not in ("auto", 1) else world_size // num_nodes
         if pipeline == "auto":
             pipeline = num_nodes if num_nodes > 1 else world_size // self.context_parallel_size // tensor
         model_ranks = pipeline * self.context_parallel_size * tensor

@@ -52,6 +52,8 @@ class ParameterProfile:
     requires_grad: bool
     phases: tuple[str, ...]
     """Phases that use it, in order of first use; a block's phase is its module name. Empty: never used in the step."""
+    is_reached: bool = True
+    """False if it was used and got no gradient all the same: its results only choose, or are detached."""
     users: tuple[str, ...] = ()
     """Names of the modules whose forward was the innermost one running when it was used, in order of first use."""
 
@@ -158,10 +160,10 @@ class ModelProfile:
 
     @property
     def unused_parameters(self) -> tuple[str, ...]:
-        """Trainable parameters that the step never used; empty when the run did not finish."""
+        """Trainable parameters that get no gradient in the step; empty when the run did not finish."""
         if self.source != "fake_run":
             return ()
-        return tuple(p.name for p in self.parameters if p.requires_grad and not p.phases)
+        return tuple(p.name for p in self.parameters if p.requires_grad and not (p.phases and p.is_reached))
 
     def blocks(self) -> Iterator[BlockProfile]:
         """All blocks of all stacks in call order."""

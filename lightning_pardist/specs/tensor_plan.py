@@ -74,6 +74,8 @@ class RegionShare:
         """Returns how much of a stretch a rank holds."""
         if kind == "whole":
             return length
+        if kind == "times":
+            return length // self.copies
         per_unit = length // self.units
         return per_unit * self.shares[rank] // (self.copies if kind == "sub" else 1)
 

@@ -34,11 +34,13 @@ class WeightRole:
     """Index of the region it opens or closes."""
     reason: str = ""
     """Why it is replicated; empty otherwise."""
+    biases: tuple[str, ...] = ()
+    """First names of the biases that its layers add, which a tied head may have under a name of its own."""
 
 
-TermKind = Literal["whole", "unit", "sub"]
+TermKind = Literal["whole", "unit", "sub", "times"]
 """How a stretch of a dim is shared: not at all, by the region's units, or by what a unit holds several of (the query
-heads of one key-value head) where there are fewer units than ranks."""
+heads of one key-value head) where there are fewer units than ranks. ``times`` is the number of these for one unit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,6 +146,17 @@ class TensorLeaf:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SharedOutput:
+    """A tensor that a module returns and of which each rank has its share."""
+
+    position: int
+    """Among the tensors it returns, in order."""
+    shape: tuple[int, ...]
+    """Of the whole."""
+    dims: tuple[ShardedDim, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class RegionProbe:
     """How the smallest module around a region was called, so that it can be tried alone."""
 
@@ -155,6 +168,7 @@ class RegionProbe:
     args: tuple[Any, ...]
     """With ``TensorLeaf`` in place of tensors; objects that hold more than plain values are None."""
     kwargs: dict[str, Any]
+    shared_outputs: tuple[SharedOutput, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -53,6 +53,11 @@ class Diagnosis:
         with self._where.inside(phase, step=trainer.global_step, micro_batch=batch_index):
             yield
 
+    def at_action(self, kind: str, stage: int, micro_batch: int) -> None:
+        """Notes the action of a pipeline's schedule that the rank is in."""
+        if self._where is not None:
+            self._where.at_action(kind, stage, micro_batch)
+
     def tell(self, exception: BaseException) -> None:
         """Says where the rank was when an exception ended the run, if it came from other ranks' silence."""
         if self._where is not None and is_silence(exception):

@@ -159,8 +159,12 @@ class ModelAxes:
         parts = split_batch(batch, sizes)
         outputs = [self._outputs(plan.precision, part) for part in parts]
         largest = sizes.index(max(sizes))
-        orders, halves = training_orders(pipeline, custom, len(sizes))
         flow = self._flow(plan.precision)
+
+        def splits(stage: StagePlan) -> bool:
+            """As the runner decides."""
+            reaches = all(o[block].leaves[leaf].requires_grad for o in outputs for block, leaf in stage.receives)
+            return not plan.recompute.blocks and reaches and splits_well(flow, stage)
 
         def runs(recompute: RecomputePlan) -> dict[int, StageRun]:
             return {
@@ -170,13 +174,12 @@ class ModelAxes:
 
         return PipelineStep(
             plan=pipeline,
-            orders=orders,
+            orders=training_orders(pipeline, custom, len(sizes)),
             sizes=sizes,
             outputs=outputs,
             runs=runs(plan.recompute),
             plain_runs=runs(NO_RECOMPUTATION),
-            always_gradients=halves,
-            whole_backward=frozenset(s.index for s in pipeline.stages if not halves or not splits_well(flow, s)),
+            whole_backward=frozenset(s.index for s in pipeline.stages if not splits(s)),
         )
 
     def _outputs(self, precision: PrecisionPlan, part: Any) -> Mapping[int, Outputs]:

@@ -9,7 +9,6 @@ from typing import Any, Literal
 
 import torch
 from lightning.fabric.plugins import CheckpointIO, ClusterEnvironment
-from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins.precision import Precision
@@ -20,8 +19,6 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lightning_pardist.parallel_model import ParallelModel
-from lightning_pardist.run.agree import gather_objects, maxima
-from lightning_pardist.run.buffers import average_statistics_
 from lightning_pardist.run.step import StepRunner
 from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, check_recompute, compile_options
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
@@ -32,21 +29,16 @@ from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.strategies import lightning_api
-from lightning_pardist.strategies.batches import (
-    agree_on_length,
-    check_enough_to_predict,
-    check_none_empty,
-    keep_order,
-)
 from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refuse_checkpoint_io
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
+from lightning_pardist.strategies.dealing import Dealing
 from lightning_pardist.strategies.diagnosis import Diagnosis
-from lightning_pardist.strategies.metrics import Logged, StepLogs, names_digest, sync_epoch_metrics
+from lightning_pardist.strategies.evaluation import Evaluation, keep_inference_mode_out
+from lightning_pardist.strategies.metrics import StepLogs
 from lightning_pardist.strategies.optimizers import SkipGuard, check_optimizers, watch_toggles
-from lightning_pardist.strategies.peers import check_same_batch, has_peers, share_generators
-from lightning_pardist.strategies.pipelining import Pipelining, UserStep
-from lightning_pardist.strategies.precision import check_norm_type, mesh_precision
-from lightning_pardist.strategies.predictions import gather_in_order
+from lightning_pardist.strategies.peers import has_peers, share_generators
+from lightning_pardist.strategies.pipelining import Pipelining
+from lightning_pardist.strategies.precision import check_norm_type, counted_elsewhere, mesh_precision
 from lightning_pardist.strategies.refusals import (
     OnNonFinite,
     check_on_nonfinite,
@@ -57,7 +49,9 @@ from lightning_pardist.strategies.refusals import (
     refuse_under_tensor_axis,
 )
 from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
-from lightning_pardist.strategies.turns import Turns, deal_each_once, has_own_dealing, kept_metrics
+from lightning_pardist.strategies.stepping import Stepping
+from lightning_pardist.strategies.training import Training
+from lightning_pardist.strategies.user_step import UserStep
 
 
 class HybridStrategy(CheckpointHooks):
@@ -66,7 +60,8 @@ class HybridStrategy(CheckpointHooks):
     Args:
         data_parallel_replicate_size: copies of the model; ``"auto"`` is one per node.
         data_parallel_shard_size: ranks that share one copy; ``"auto"`` is what the other axes leave.
-        tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node.
+        tensor_parallel_size: ranks that share each matrix; ``"auto"`` is all ranks of a node, 2 if stages share a
+            single node.
         pipeline_parallel_size: ranks that the block stack is cut over; ``"auto"`` is one per node if there are
             several, else one per device.
         context_parallel_size: ranks that share one sequence (1 in this version).
@@ -99,6 +94,9 @@ class HybridStrategy(CheckpointHooks):
     """
 
     strategy_name = "pardist_hybrid"
+    # From ``setup`` on.
+    _training: Training
+    _evaluation: Evaluation
 
     def __init__(
         self,
@@ -164,19 +162,14 @@ class HybridStrategy(CheckpointHooks):
         refuse_compile_on_shares(tensor=tensor_parallel_size, compile=self.compile)
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
-        self._runner: StepRunner | None = None
         self._logs: StepLogs | None = None
         self._train_loaders: lightning_api.TrainLoaders | None = None
         self._guard = SkipGuard()
         self._keeper = CheckpointKeeper(checkpoint or CheckpointOptions(), self._asked)
         self.diagnosis_options = diagnosis or DiagnosisOptions()
         self._diagnosis = Diagnosis(self.diagnosis_options, timeout)
-        self._termination: lightning_api.TerminationWatch | None = None
         self._undo: list[Callable[[], None]] = []
-        self._turns = Turns()
-        self._is_dealt = False
-        self._batch_is_checked = True
-        self._pipelining: Pipelining | None = None
+        self._dealing = Dealing(self, self._keeper.restorer)
 
     # ---- what was done ---------------------------------------------------------------------------------------------
 
@@ -199,9 +192,11 @@ class HybridStrategy(CheckpointHooks):
 
     @precision_plugin.setter
     def precision_plugin(self, plugin: Precision | None) -> None:
-        self._precision_plugin = (
-            None if plugin is None else mesh_precision(plugin, lambda: self._meshes, self._norm_type, self._uncounted)
-        )
+        if plugin is not None:
+            plugin = mesh_precision(
+                plugin, lambda: self._meshes, self._norm_type, lambda: counted_elsewhere(self._parallel_model)
+            )
+        self._precision_plugin = plugin
 
     @property
     def _lightning_module(self) -> LightningModule | None:
@@ -225,7 +220,7 @@ class HybridStrategy(CheckpointHooks):
     def setup(self, trainer: Trainer) -> None:
         assert self.accelerator is not None and self.lightning_module is not None
         self.accelerator.setup(trainer)
-        self._keep_inference_mode_out(trainer)
+        keep_inference_mode_out(trainer)
         module = self.lightning_module
         if self._meshes is not None:
             refuse_under_pipeline(module, self._meshes.sizes, self.config)
@@ -236,65 +231,67 @@ class HybridStrategy(CheckpointHooks):
         if fitting:
             self._train_loaders = lightning_api.TrainLoaders(trainer)
             self._undo.append(self._train_loaders.uninstall)
-        request = SpreadRequest(
+        loaders = self._train_loaders if fitting else None
+        is_new = self._parallel_model is None or self._parallel_model.module is not module
+        self._parallel_model = spread(module, self._spread_request(loaders))
+        live = self._new_stepping(module, self._parallel_model)
+        self._training = Training(live, self._guard, self._on_nonfinite)
+        self._evaluation = Evaluation(live)
+        self._reset_optimizers_and_schedulers()
+        if fitting:
+            self.setup_optimizers(trainer)
+            check_optimizers(self.optimizers, self._parallel_model)
+        if self._meshes is not None and has_peers(self._meshes):
+            share_generators(self._meshes)
+        self._keeper.attach(module, self._parallel_model, self.optimizers, loaders)
+        self.setup_precision_plugin()
+        if fitting:
+            if not self.config.cpu_offload:
+                lightning_api.optimizers_to_device(self.optimizers, self.root_device)
+            self._undo.append(self._guard.install(module, self.lr_scheduler_configs))
+            self._undo.append(watch_toggles(module, live.runner.follow_toggle))
+        if self._meshes is not None:
+            self._undo.append(lightning_api.before_epoch_metrics(trainer, live.sync_epoch_metrics))
+            self._undo.append(lightning_api.before_dataloader(trainer, lambda dl: self._dealing.see(dl, trainer)))
+            self._training.termination = lightning_api.TerminationWatch(trainer)
+            self._undo.append(self._training.termination.uninstall)
+        self._diagnosis.start(self._parallel_model)
+        if self._print_plan and self.is_global_zero and (is_new or fitting):
+            announce(self._parallel_model, self.optimizers)
+
+    def _spread_request(self, loaders: lightning_api.TrainLoaders | None) -> SpreadRequest:
+        return SpreadRequest(
             config=self.config,
             meshes=self._meshes,
             device=self.root_device,
             precision=self.precision_plugin,
             layer_sync=self._layer_sync is not None,
             sample_batch=self._sample_batch,
-            loaders=self._train_loaders if fitting else None,
+            loaders=loaders,
             tensor=self._tensor_options,
             pipeline=self._pipeline_options,
             recompute=self.recompute,
             compile=self.compile,
         )
-        is_new = self._parallel_model is None or self._parallel_model.module is not module
-        self._parallel_model = spread(module, request)
-        self._runner = StepRunner(self._parallel_model, manual_optimization=not module.automatic_optimization)
-        self._pipelining = self._new_pipelining(module)
-        self._reset_optimizers_and_schedulers()
-        if fitting:
-            self.setup_optimizers(trainer)
-            check_optimizers(self.optimizers, self._parallel_model)
-        self._batch_is_checked = not has_peers(self._meshes)
-        if self._meshes is not None and has_peers(self._meshes):
-            share_generators(self._meshes)
-        self._keeper.attach(module, self._parallel_model, self.optimizers, self._train_loaders if fitting else None)
-        self.setup_precision_plugin()
-        if fitting:
-            if not self.config.cpu_offload:
-                lightning_api.optimizers_to_device(self.optimizers, self.root_device)
-            self._undo.append(self._guard.install(module, self.lr_scheduler_configs))
-            self._undo.append(watch_toggles(module, self._runner.follow_toggle))
-        if self._meshes is not None:
-            self._undo.append(lightning_api.before_epoch_metrics(trainer, self._sync_epoch_metrics))
-            self._undo.append(lightning_api.before_dataloader(trainer, self._before_dealing))
-            self._termination = lightning_api.TerminationWatch(trainer)
-            self._undo.append(self._termination.uninstall)
-        self._diagnosis.start(self._parallel_model)
-        if self._print_plan and self.is_global_zero and (is_new or fitting):
-            announce(self._parallel_model, self.optimizers)
 
-    def _new_pipelining(self, module: LightningModule) -> Pipelining | None:
-        assert self._parallel_model is not None and self._logs is not None
-        if self._parallel_model.pipeline is None:
-            return None
-        keeps_apart = self._on_nonfinite == "skip"
-        return Pipelining(module, self._parallel_model, self._pipeline_options, self._logs, keeps_apart=keeps_apart)
-
-    def _uncounted(self) -> frozenset[int]:
-        """Ids of the parameters whose gradients another pipeline stage counts."""
-        model = self._parallel_model
-        if model is None or not model.tied_across_stages:
-            return frozenset()
-        return frozenset(id(p) for n, p in model.module.named_parameters() if n in model.tied_across_stages)
-
-    def _keep_inference_mode_out(self, trainer: Trainer) -> None:
-        """Evaluates under no_grad: buffers that fully_shard makes under inference_mode could never train again."""
-        for loop in lightning_api.evaluation_loops(trainer):
-            if loop.inference_mode:
-                loop.inference_mode = False
+    def _new_stepping(self, module: LightningModule, model: ParallelModel) -> Stepping:
+        assert self._logs is not None
+        runner = StepRunner(model, manual_optimization=not module.automatic_optimization)
+        pipelining = None
+        if model.pipeline is not None:
+            drops = self._on_nonfinite == "skip"
+            pipelining = Pipelining(module, model, self._pipeline_options, self._logs, keeps_apart=drops)
+            pipelining.tell_actions(self._diagnosis.at_action)
+        return Stepping(
+            strategy=self,
+            module=module,
+            meshes=self._meshes,
+            model=model,
+            runner=runner,
+            logs=self._logs,
+            diagnosis=self._diagnosis,
+            pipelining=pipelining,
+        )
 
     @override
     def model_to_device(self) -> None:
@@ -307,99 +304,22 @@ class HybridStrategy(CheckpointHooks):
         with torch.device("meta" if empty_init else "cpu"), self.precision_plugin.tensor_init_context():
             yield
 
-    def _before_dealing(self, dataloader: object) -> None:
-        """Sees a loader as the user made it, just before Lightning deals its samples."""
-        self._is_dealt = lightning_api.deals_samples(self._trainer()) and not has_own_dealing(dataloader)
-        if self._trainer().predicting and self._is_dealt:
-            check_enough_to_predict(dataloader, self.data_parallel_size)
-
     @override
     def process_dataloader(self, dataloader: object) -> object:
-        trainer = self._trainer()
-        if has_peers(self._meshes):
-            lightning_api.seed_workers_by(dataloader, self.data_parallel_rank)
-        if trainer.training and self._train_loaders is not None:
-            keep_order(dataloader, self._train_loaders)
-            dataloader = self._keeper.restorer.continued(
-                dataloader, rank=self.data_parallel_rank, step=trainer.global_step
-            )
-        if self._meshes is None:
-            return dataloader
-        if not trainer.training and self._is_dealt:
-            deal_each_once(dataloader)
-        check_none_empty(dataloader, self._meshes)
-        if (trainer.predicting or (self._is_dealt and not trainer.training)) and sized_len(dataloader) is not None:
-            return dataloader  # ranks with a batch less join the others' steps, see _evaluate
-        if not trainer.training and self._kind() != "shard":
-            return dataloader  # evaluating whole copies needs no other rank
-        return agree_on_length(dataloader, self._meshes, training=trainer.training)
+        return self._dealing.process(dataloader, self._trainer(), self._train_loaders, in_step=self._kind() == "shard")
 
     # ---- steps ---------------------------------------------------------------------------------------------------
 
     @override
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        module, runner = self._module(), self._live_runner()
-        if self._meshes is None:
-            with self.precision_plugin.train_step_context():
-                return module.training_step(*args, **kwargs)
-        assert self._logs is not None
-        batch = args[0] if args else next(iter(kwargs.values()), None)
-        if not self._batch_is_checked:
-            check_same_batch(batch, self._meshes)
-            self._batch_is_checked = True
-        if self._pipelining is not None:
-            return self._pipelined_step(self._pipelining, args, kwargs)
-        index = self._trainer().fit_loop.batch_idx
-        self._diagnosis.compare(self._trainer(), batch, index)
-        with (
-            self._diagnosis.inside("forward", self._trainer(), index),
-            self._logs.noting(batch) as noted,
-            self.precision_plugin.train_step_context(),
-        ):
-            output = runner.forward(lambda: module.training_step(*args, **kwargs))
-        with self._diagnosis.inside("the agreement after forward", self._trainer(), index):
-            return self._agree_on(output, noted)
-
-    def _pipelined_step(self, pipelining: Pipelining, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Runs a whole schedule, backward passes included; ``backward`` then finds the gradients ready."""
-        step = UserStep("training_step", args, kwargs, self.precision_plugin.train_step_context)
-        done = pipelining.forward_backward(step, self.root_device)
-        combined, others = pipelining.replay(done, self.root_device)
-        result = None if done.failures else done.output
-        output = self._agree_on(result, combined, failed=lambda: pipelining.raise_failures(done, step.entry))
-        pipelining.log_here(others, self.root_device)
-        pipelining.keep_gradients(window_ends=self._live_runner().window_ends, skip=self._guard.skips_backward)
-        return output
+        return self._training.step(UserStep("training_step", args, kwargs, self.precision_plugin.train_step_context))
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
-        module, runner = self._module(), self._live_runner()
-        if self._guard.skips_backward:
-            if self._pipelining is None:
-                runner.skip_backward()
-            else:
-                self._pipelining.give_back_gradients()
-            return closure_loss.detach()
-        self.pre_backward(closure_loss)
-        if self._pipelining is not None:
-            # The schedule has done it; hooks around a backward pass run as ever.
-            self.precision_plugin.pre_backward(closure_loss, module)
-            self._pipelining.give_back_gradients()
-            self._guard.saw_backward()
-            loss = self.precision_plugin.post_backward(closure_loss, module)
-            self.post_backward(loss)
-            return loss
-        loss = runner.loss_to_backward(self.precision_plugin.pre_backward(closure_loss, module))
-        assert self._parallel_model is not None
-        # Blocks that are recomputed must find what they found in the forward pass.
-        with self._diagnosis.inside("backward", self._trainer()), self._parallel_model.shown():
-            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
-        with self._diagnosis.inside("backward", self._trainer()):
-            runner.after_backward()
-        self._guard.saw_backward()
-        loss = self.precision_plugin.post_backward(loss, module)
-        self.post_backward(loss)
-        return loss
+        module, plugin = self._module(), self.precision_plugin
+        return self._training.backward(
+            closure_loss, lambda loss: plugin.backward(loss, module, optimizer, *args, **kwargs)
+        )
 
     @override
     def optimizer_step(
@@ -409,136 +329,56 @@ class HybridStrategy(CheckpointHooks):
         model: LightningModule | nn.Module | None = None,
         **kwargs: Any,
     ) -> Any:
-        if not self._module().automatic_optimization:
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-            self._live_runner().after_optimizer_step()
-            return result
-        if self._meshes is None or isinstance(optimizer, torch.optim.LBFGS):
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
-        with torch.enable_grad():
-            result = closure()
-        if self._guard.window_is_empty():
-            return result
-        with self._diagnosis.inside("the optimizer's step", self._trainer()):
-            return super().optimizer_step(optimizer, lambda: result, model, **kwargs)
+        step = super().optimizer_step
+        return self._training.optimizer_step(
+            optimizer, closure, lambda closure: step(optimizer, closure, model, **kwargs)
+        )
 
     @contextmanager
     @override
     def block_backward_sync(self) -> Generator[None, None, None]:
-        with self._live_runner().accumulating():
+        with self._training.accumulating():
             yield
 
     @override
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(UserStep("validation_step", args, kwargs, self.precision_plugin.val_step_context))
+        return self._evaluation.step(UserStep("validation_step", args, kwargs, self.precision_plugin.val_step_context))
 
     @override
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(UserStep("test_step", args, kwargs, self.precision_plugin.test_step_context))
+        return self._evaluation.step(UserStep("test_step", args, kwargs, self.precision_plugin.test_step_context))
 
     @override
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(UserStep("predict_step", args, kwargs, self.precision_plugin.predict_step_context))
-
-    def _evaluate(self, step: UserStep) -> Any:
-        with self._diagnosis.inside("evaluation", self._trainer()), torch.inference_mode(False), torch.no_grad():
-            output = self._run_evaluation(step, silent=False)
-            joins = self._turns.left_to_join()
-            if joins and self._logs is not None:
-                with self._logs.silent(), kept_metrics(self._module()):
-                    for _ in range(joins):
-                        self._run_evaluation(step, silent=True)
-        return output
-
-    def _run_evaluation(self, step: UserStep, *, silent: bool) -> Any:
-        if self._pipelining is not None:
-            return self._pipelining.evaluate(step, self.root_device, silent=silent)
-        module = self._module()
-        with step.context():
-            return self._live_runner().forward(lambda: getattr(module, step.entry)(*step.args, **step.kwargs))
-
-    def _agree_on(self, output: Any, noted: list[Logged], failed: Callable[[], None] | None = None) -> Any:
-        """Returns the step's output once all ranks know what all of them got, and logs what they logged.
-
-        Args:
-            output: of the user's step.
-            noted: what it logged.
-            failed: raises on all ranks what failed on a stage of a pipeline; called by all if it did on any.
-        """
-        assert self._meshes is not None and self._logs is not None
-        automatic = self._module().automatic_optimization
-        digest = names_digest(noted)
-        loss = output.get("loss") if isinstance(output, dict) else output
-        missing = automatic and output is None
-        nonfinite = (
-            self._on_nonfinite != "propagate"
-            and isinstance(loss, Tensor)
-            and not bool(torch.isfinite(loss.detach()).all())
-        )
-        terminated = self._termination is not None and self._termination.pending
-        any_missing, any_nonfinite, any_terminated, highest, lowest = maxima(
-            [missing, nonfinite, terminated, digest, -digest], self._meshes
-        )
-        if any_missing and failed is not None:
-            failed()
-        if any_terminated and self._termination is not None:
-            self._termination.agree()
-        self._logs.replay(noted, self._meshes, self.root_device, same_names=highest == -lowest)
-        if any_nonfinite and self._on_nonfinite == "raise":
-            ranks = [r for r, bad in enumerate(gather_objects(nonfinite, self._meshes)) if bad]
-            raise FloatingPointError(
-                f"the loss is not finite on rank(s) {ranks}; the strategy's on_nonfinite_loss='raise'"
-            )
-        self._guard.decide(skip=bool(any_missing or any_nonfinite))
-        if output is None and automatic:
-            # Lightning refuses None on several ranks, for it cannot know that they agreed.
-            return torch.full((), float("nan"), device=self.root_device, requires_grad=True)
-        return output
+        return self._evaluation.step(UserStep("predict_step", args, kwargs, self.precision_plugin.predict_step_context))
 
     # ---- between steps -------------------------------------------------------------------------------------------
 
     @override
     def on_validation_start(self) -> None:
-        self._before_evaluation(lightning_api.running_evaluation(self._trainer()))
+        self._evaluation.start(lightning_api.running_evaluation(self._trainer()))
 
     @override
     def on_test_start(self) -> None:
-        self._before_evaluation(lightning_api.running_evaluation(self._trainer()))
+        self._evaluation.start(lightning_api.running_evaluation(self._trainer()))
 
     @override
     def on_predict_start(self) -> None:
-        self._before_evaluation(self._trainer().predict_loop)
+        self._evaluation.start(self._trainer().predict_loop)
 
     @override
     def on_validation_end(self) -> None:
-        self._live_runner().free_gathered()
+        self._evaluation.free_gathered()
 
     @override
     def on_test_end(self) -> None:
-        self._live_runner().free_gathered()
+        self._evaluation.free_gathered()
 
     @override
     def on_predict_end(self) -> None:
-        self._live_runner().free_gathered()
-        loop = self._trainer().predict_loop
-        if not (self._gather_predictions and self._meshes is not None and loop.return_predictions):
-            return
-        predictions = loop.predictions
-        per_loader = [predictions] if loop.num_dataloaders == 1 else predictions
-        for outputs, indices in zip(per_loader, lightning_api.predicted_indices(self._trainer()), strict=True):
-            outputs[:] = gather_in_order(outputs, indices[: len(outputs)], self._meshes)
-
-    def _before_evaluation(self, loop: Any) -> None:
-        assert self._parallel_model is not None
-        self._live_runner().free_gathered()
-        average_statistics_(self._parallel_model)
-        self._turns.start(lightning_api.evaluation_steps(loop), self._meshes if self._kind() == "shard" else None)
-
-    def _sync_epoch_metrics(self) -> None:
-        assert self._meshes is not None
-        if self._pipelining is not None:
-            self._pipelining.sync_metrics()
-        sync_epoch_metrics(self._trainer(), self._meshes, self.root_device)
+        self._evaluation.free_gathered()
+        if self._gather_predictions:
+            self._evaluation.gather_predictions()
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
@@ -568,10 +408,6 @@ class HybridStrategy(CheckpointHooks):
             self.precision_plugin.teardown()
             self.accelerator.teardown()
             self.checkpoint_io.teardown()
-
-    def _live_runner(self) -> StepRunner:
-        assert self._runner is not None
-        return self._runner
 
     def _kind(self) -> str:
         return "none" if self._parallel_model is None else self._parallel_model.kind

@@ -11,6 +11,7 @@ from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 from torchmetrics import Metric
 
+from lightning_pardist.base.log import get_logger
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.skeleton import Skeleton, Step
 from lightning_pardist.mesh import Meshes
@@ -25,6 +26,8 @@ from lightning_pardist.strategies.pipeline_forecast import Forecast, new_skeleto
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample
 from lightning_pardist.strategies.schedules import schedule_table
+
+log = get_logger(__name__)
 
 
 class Staging:
@@ -50,10 +53,11 @@ class Staging:
         """Finds out how values flow between blocks; every rank calls it, before the module is changed.
 
         Raises:
-            ValueError: on all ranks, if the step cannot be run on fake tensors.
+            ValueError: on all ranks, if the step cannot be run on fake tensors, or blocks are compiled.
         """
         if self._meshes is None:
             return
+        self._refuse_compiled(profile)
         if sample is None or profile.source != "fake_run":
             raise cannot_stage(
                 self._module,
@@ -72,12 +76,28 @@ class Staging:
             raise cannot_stage(self._module, flow, "mend the line that is named")
         self._flow = flow
 
+    def _refuse_compiled(self, profile: ModelProfile) -> None:
+        """Compiled code asks nobody whether a block is here."""
+        names = [block.name for block in profile.blocks()] if profile.source == "fake_run" else []
+        blocks = {self._module.get_submodule(name) for name in names}
+        for name, part in self._module.named_modules():
+            if not (hasattr(part, "_orig_mod") or getattr(part, "_compiled_call_impl", None) is not None):
+                continue
+            if not blocks or not blocks.isdisjoint(part.modules()):
+                raise refusal(
+                    "Blocks of a pipeline and what is around them must not be compiled: at every call of a block its "
+                    "stage decides.",
+                    got=f"{name} was compiled",
+                    source=type(self._module).__name__,
+                    change="leave out torch.compile there, or compile what is inside the blocks",
+                )
+
     def plan(self, table: ModuleTable, profile: ModelProfile) -> PipelinePlan | None:
         """Returns the pipeline's plan, None without stages."""
         if self._meshes is None:
             return None
         assert self._flow is not None
-        return plan_pipeline(
+        plan = plan_pipeline(
             PipelineInput(
                 table=table,
                 profile=profile,
@@ -87,6 +107,13 @@ class Staging:
                 schedules=schedule_table(self._options),
             )
         )
+        if plan.num_microbatches < plan.ranks and torch.distributed.get_rank() == 0:
+            log.warning(
+                "%d micro-batch(es) for a pipeline of %d ranks leave %.0f %% of the time idle under %s; use larger "
+                "batches, PipelineOptions(num_microbatches=%d) or more, or fewer stages",
+                plan.num_microbatches, plan.ranks, 100 * plan.idle_share, plan.schedule, 4 * plan.ranks,
+            )  # fmt: skip
+        return plan
 
     def remember(self) -> None:
         """Keeps what later steps are foretold from; metrics count over data ranks, not over stages."""

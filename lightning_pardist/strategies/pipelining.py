@@ -42,35 +42,13 @@ from lightning_pardist.strategies.pipeline_logs import (
 )
 from lightning_pardist.strategies.schedules import custom_orders
 from lightning_pardist.strategies.timeline import write_timeline
+from lightning_pardist.strategies.user_step import UserStep
 from lightning_pardist.torch_dtensor_api import local_tensor
 
 log = get_logger(__name__)
 
 _SEED_STEP = 1_000_003
 _PREPARING = "before the step: "
-
-
-@dataclass(frozen=True)
-class UserStep:
-    """A step that Lightning asks for."""
-
-    entry: str
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    context: Callable[[], AbstractContextManager[Any]]
-    """The precision plugin's context of the step."""
-
-    @property
-    def batch(self) -> Any:
-        """The whole batch of this data rank."""
-        return self.args[0] if self.args else next(iter(self.kwargs.values()))
-
-    def on(self, module: LightningModule, batch: Any) -> Any:
-        """Returns what the user's method returns for another batch."""
-        if self.args:
-            return getattr(module, self.entry)(batch, *self.args[1:], **self.kwargs)
-        first = next(iter(self.kwargs))
-        return getattr(module, self.entry)(**{**self.kwargs, first: batch})
 
 
 @dataclass
@@ -130,6 +108,10 @@ class Pipelining:
         self._earlier: list[tuple[torch.nn.Parameter, Tensor | None]] = []
         self._wants_timeline = options.timeline is not None
         self._steps = 0
+
+    def tell_actions(self, at_action: Callable[[str, int, int], None]) -> None:
+        """Has every action of later steps told before it runs: its kind, stage and micro-batch."""
+        self._runner.at_action = at_action
 
     # ---- training
 

@@ -28,6 +28,7 @@ from typing_extensions import override
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.mesh import Meshes
+from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.clip import clip_by_norm, clip_by_value
 from lightning_pardist.run.shard_step import ShardStep
 from lightning_pardist.specs.parallel_plan import PrecisionPlan
@@ -181,3 +182,10 @@ def check_norm_type(norm_type: object) -> float:
             change="use 2 (the default), 1 or float('inf')",
         )
     )
+
+
+def counted_elsewhere(model: ParallelModel | None) -> frozenset[int]:
+    """Returns the ids of the parameters whose gradients another pipeline stage counts."""
+    if model is None or not model.tied_across_stages:
+        return frozenset()
+    return frozenset(id(p) for n, p in model.module.named_parameters() if n in model.tied_across_stages)

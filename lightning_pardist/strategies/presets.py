@@ -51,6 +51,15 @@ PRESETS: Mapping[str, Preset] = {
         "The block stack cut into pipeline stages: one per node if there are several, else one per device",
         {"pipeline_parallel_size": "auto"},
     ),
+    "pardist_3d": Preset(
+        "Two stages, matrices shared over 2 ranks (the ranks of a node if there are several nodes), the rest sharded",
+        {
+            "pipeline_parallel_size": 2,
+            "tensor_parallel_size": "auto",
+            "data_parallel_replicate_size": 1,
+            "zero_stage": 3,
+        },
+    ),
 }
 
 

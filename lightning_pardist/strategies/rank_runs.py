@@ -160,7 +160,7 @@ class _Run:
         kept = frozenset(operator for overloads in resolve_ops(plan.ops).values() for operator in overloads)
 
         def during(block: str) -> Any:
-            return nullcontext() if model.tensor_mode is None else model.tensor_mode.again(block)
+            return nullcontext if model.tensor_mode is None else model.tensor_mode.again(block)
 
         for name in plan.blocks:
             how = Recomputation(

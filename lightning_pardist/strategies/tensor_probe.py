@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.run.tensor_gradients import PartialGradients
 from lightning_pardist.run.tensor_mode import TensorMode
 from lightning_pardist.run.tensor_ops import Alone
+from lightning_pardist.run.whole_sizes import held_indices
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
 from lightning_pardist.specs.tensor_plan import TensorPlan
 from lightning_pardist.specs.tensor_roles import RegionProbe, TensorLeaf
@@ -41,7 +43,8 @@ LARGEST_BYTES = 2 << 30
 class _Run:
     """What one forward and backward pass gave."""
 
-    outputs: list[Tensor] = field(default_factory=list)
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    """By their place among the tensors that are returned."""
     inputs: list[Tensor | None] = field(default_factory=list)
     """Gradients of the inputs."""
     parameters: dict[str, Tensor] = field(default_factory=dict)
@@ -104,7 +107,9 @@ def _prove(
             return 0.0, "", _first_line(error)
         local = _part_of(plan, probe)
         model = _spread(reference, local, meshes)
-        made = _MadeUp(probe, device, masks)
+        rank = int(meshes.tensor.get_local_rank())
+        made = _MadeUp(probe, device, masks, partial(_share_of, probe=probe, plan=plan, rank=rank))
+        want.outputs = {index: made.share(index, out) for index, out in want.outputs.items()}
         dry = _try(model, made, dry=True)
         # A rank with other sizes may fail alone: nobody may wait for it in a collective.
         if any(gather_objects(bool(dry[1]), meshes)):
@@ -112,7 +117,19 @@ def _prove(
         got, problem = _try(model, made, dry=False)
         if got is None:
             return 0.0, problem, ""
-        return (*_difference(got, want, local, int(meshes.tensor.get_local_rank())), "")
+        return (*_difference(got, want, local, rank), "")
+
+
+def _share_of(position: int, out: Tensor, *, probe: RegionProbe, plan: TensorPlan, rank: int) -> Tensor:
+    """Returns what a rank has of the whole of an output."""
+    for shared in probe.shared_outputs:
+        if shared.position == position and tuple(out.shape) == shared.shape:
+            for dim in shared.dims:
+                share = plan.shares[dim.region]
+                if share is not None:
+                    held = held_indices(dim, share, rank, out.shape[dim.dim])
+                    out = out.index_select(dim.dim, held.to(out.device))
+    return out
 
 
 def _copied(top: nn.Module, device: torch.device) -> nn.Module:
@@ -137,7 +154,7 @@ def _reference(module: nn.Module, probe: RegionProbe, device: torch.device) -> t
     for masks in (True, False):  # True means "attend" to some code, "leave out" to other
         torch.manual_seed(1)
         run = _forward_backward(module, _MadeUp(probe, device, masks))
-        if all(bool(torch.isfinite(out).all()) for out in run.outputs):
+        if all(bool(torch.isfinite(out).all()) for out in run.outputs.values()):
             run.parameters = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
             module.zero_grad()
             return run, masks
@@ -152,19 +169,25 @@ class _MadeUp:
     probe: RegionProbe
     device: torch.device
     masks: bool
+    share: Callable[[int, Tensor], Tensor] = lambda position, out: out
+    """Given the place of an output and the whole of it, returns what is expected of this rank."""
 
 
 def _forward_backward(module: nn.Module, made: _MadeUp) -> _Run:
     leaves: list[Tensor] = []
     args = _filled(made.probe.args, made.device, made.masks, leaves)
     kwargs = _filled(made.probe.kwargs, made.device, made.masks, leaves)
-    outputs = [out for out in tensors_in(module(*args, **kwargs)) if out.is_floating_point()]
-    trained = [out for out in outputs if out.requires_grad]
+    outputs = list(enumerate(tensors_in(module(*args, **kwargs))))
+    trained = {index: out for index, out in outputs if out.is_floating_point() and out.requires_grad}
     generator = torch.Generator().manual_seed(2)
-    total = sum((out * torch.randn(out.shape, generator=generator).to(made.device)).sum() for out in trained)
+    whole = {shared.position: shared.shape for shared in made.probe.shared_outputs}
+    total: Tensor | int = 0
+    for index, out in trained.items():
+        weight = made.share(index, torch.randn(whole.get(index, out.shape), generator=generator))
+        total = total + (out * weight.to(made.device)).sum()
     if isinstance(total, Tensor):
         total.backward()
-    return _Run(outputs=[out.detach() for out in trained], inputs=[leaf.grad for leaf in leaves])
+    return _Run({i: out.detach() for i, out in trained.items()}, inputs=[leaf.grad for leaf in leaves])
 
 
 def _filled(value: Any, device: torch.device, masks: bool, leaves: list[Tensor]) -> Any:
@@ -231,7 +254,7 @@ def _try(model: ParallelModel, made: _MadeUp, *, dry: bool) -> tuple[_Run | None
 def _difference(got: _Run, want: _Run, plan: TensorPlan, rank: int) -> tuple[float, str]:
     layouts = {layout.parameter: layout for layout in plan.layouts}
     pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
-    pairs += [(f"output {i}", a, b) for i, (a, b) in enumerate(zip(got.outputs, want.outputs))]
+    pairs += [(f"output {i}", got.outputs.get(i), out) for i, out in want.outputs.items()]
     pairs += [(f"the gradient of input {i}", a, b) for i, (a, b) in enumerate(zip(got.inputs, want.inputs))]
     for name, whole in want.parameters.items():
         mine = local_part(whole, layouts[name], rank) if name in layouts else whole

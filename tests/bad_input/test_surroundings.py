@@ -13,11 +13,12 @@ from lightning.pytorch.plugins.precision import HalfPrecision, MixedPrecision
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_pardist.strategies.hybrid import HybridStrategy
+from lightning_pardist.strategies.presets import PRESETS
 from tests.bad_input.common import check, errors_of, fit, four_parts, loader, trainer
 from tests.support.modules import Regression
 from tests.support.pool import WorkerPool
 
-NAMES = ["pardist_ddp", "pardist_zero1", "pardist_zero2", "pardist_fsdp", "pardist_hybrid", "pardist_pp"]
+NAMES = list(PRESETS)
 
 
 def cuda_mixed() -> MixedPrecision:
@@ -51,7 +52,8 @@ def test_16_mixed_as_string(strategy: str) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+# Without a GPU Lightning makes bf16-mixed of the string, see the test above: there is nothing to refuse.
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="Lightning takes 16-mixed as such on a CUDA device only")
 @pytest.mark.parametrize("strategy", ["pardist_fsdp", "instance"])
 def test_16_mixed_as_string_on_a_gpu(strategy: str) -> None:
     made: Any = HybridStrategy() if strategy == "instance" else strategy
@@ -83,7 +85,8 @@ def ask_for_a_gpu(strategy: Any) -> None:
     fit(strategy, accelerator="gpu")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+# The error is Lightning's, for a machine on which it finds no GPU.
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU, so asking for one is no mistake")
 def test_no_gpu(run_distributed: WorkerPool) -> None:
     """Lightning's own check comes first and says what is missing; it must not be lost, nor come after a wait."""
     results = run_distributed(errors_of, [(ask_for_a_gpu, ("pardist_fsdp",)), (ask_for_a_gpu, ({},))])

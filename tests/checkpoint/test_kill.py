@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import LONG
+
 
 def _kill(folder: Path, kills: int, seed: int, timeout: float) -> dict[str, int]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -28,7 +30,7 @@ def test_killed_a_few_times(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not os.environ.get("PARDIST_LONG_TESTS"), reason="minutes; set PARDIST_LONG_TESTS=1")
+@LONG
 @pytest.mark.timeout(900)
 def test_killed_twenty_times(tmp_path: Path) -> None:
     assert _kill(tmp_path, kills=20, seed=2, timeout=880)["kills"] == 20

@@ -67,3 +67,19 @@ def test_every_layout_goes_on_from_every_layout(
             texts = differences(records[number], want, partial=True)
             found += [f"{source} -> {target}, rank {rank}: {text}" for text in texts]
     assert not found, "\n".join([f"{len(found)} differences", *found[:30]])
+
+
+def test_bf16_mixed(run_distributed: WorkerPool, run_single: Any, folder: Path, one_process: Story) -> None:
+    """Rounded elsewhere than in one process, and no further from the exact numbers than twice its error."""
+    reference: Story = run_single(story, None, str(folder / "one-bf16"), "bf16-mixed")
+    exact = _losses(one_process)
+    allowed = 2 * max(abs(a - b) for a, b in zip(_losses(reference), exact, strict=True))
+    assert 1e-5 < allowed < 0.05
+    cases = [(ALL_THREE, str(folder / "all-bf16"), "bf16-mixed")]
+    for (ours,) in run_distributed(stories, cases, world_size=8, timeout=SECONDS):
+        assert _losses(ours) == pytest.approx(exact, abs=allowed)
+        assert ours.names == reference.names
+
+
+def _losses(told: Story) -> list[float]:
+    return [noted["loss"] for noted in told.fit.metrics if "loss" in noted]

@@ -9,8 +9,9 @@ import torch
 
 from lightning_pardist.describe import profile_model
 from tests.describe.judge import measure
+from tests.support.marks import transformers_or_skip
 
-transformers = pytest.importorskip("transformers")
+transformers = transformers_or_skip()
 
 _LLAMA = {
     "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,

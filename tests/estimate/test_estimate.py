@@ -19,12 +19,13 @@ from lightning_pardist.strategies.estimating import Cluster, Estimator
 from lightning_pardist.torch_dtensor_api import local_tensor
 from tests.levers.common import Net, data
 from tests.strategies.common import make_trainer
+from tests.support.marks import transformers_or_skip
 from tests.support.pool import WorkerPool
 
 
 def llama(**sizes: Any) -> L.LightningModule:
     """A causal language model of Llama's shape on the meta device, as a user's LightningModule."""
-    transformers = pytest.importorskip("transformers")
+    transformers = transformers_or_skip()
 
     class LitLlama(L.LightningModule):
         def __init__(self) -> None:
@@ -142,7 +143,6 @@ class _Adam(Net):
 @pytest.mark.parametrize(("zero_stage", "world_size"), [(3, 4), (0, 2)])
 def test_every_rank_holds_what_was_foretold(run_distributed: WorkerPool, zero_stage: int, world_size: int) -> None:
     module = _Adam()
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     batch = [tensor[:4] for tensor in next(iter(data()))]
     layout = {"zero_stage": zero_stage, "data_parallel_replicate_size": "auto" if zero_stage == 0 else 1}
     found = estimate(module, batch, world_size=world_size, **layout)
@@ -153,7 +153,6 @@ def test_every_rank_holds_what_was_foretold(run_distributed: WorkerPool, zero_st
 
 def test_layouts_are_ranked_and_the_rest_rejected_with_a_reason() -> None:
     module, batch = Net(depth=6), next(iter(data()))
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     estimator = Estimator(module, batch)
     biggest = estimator.layouts(Cluster(world_size=8, num_nodes=2, device=parse_device("h100,memory=1GB")))
     assert all(candidate.rejected is None for candidate in biggest)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.marks import transformers_or_skip
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 
 pytestmark = pytest.mark.example
@@ -65,7 +67,7 @@ def test_gpt_in_one_process_reaches_the_same(tmp_path: Path, gpt_on_two: str) ->
 
 @pytest.mark.hf
 def test_llama(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
+    transformers_or_skip()
     text = output(tmp_path, "llama/train.py", "--max_steps=8", "--batch_size=2", "--hidden_size=32")
     assert number_after("validation loss", text) < 5.5
 

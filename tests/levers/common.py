@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,8 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_pardist import HybridStrategy
-from tests.strategies.common import whole
+from tests.strategies.common import make_trainer, whole
 
 WIDTH, ROWS = 16, 8
 
@@ -87,10 +87,19 @@ class Notes(L.Callback):
         self.seen.losses.append(float(trainer.callback_metrics["loss"]))
 
 
-def data() -> DataLoader:
+def data(peers: int = 1) -> DataLoader:
+    """Rows that are the same for ``peers`` ranks at a time."""
     x = torch.randn(3 * ROWS, 6, 4, generator=torch.Generator().manual_seed(3))
-    rows = ROWS // (dist.get_world_size() if dist.is_initialized() else 1)
+    rows = ROWS * peers // (dist.get_world_size() if dist.is_initialized() else 1)
     return DataLoader(TensorDataset(x, x.sum((1, 2)).tanh()), batch_size=rows)
+
+
+def assert_same_run(ours: Seen, theirs: Seen, tolerance: float = 0.0) -> None:
+    """Losses and everything in the state dict agree; of the losses the relative difference counts alone."""
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=tolerance, atol=0)
+    assert ours.state.keys() == theirs.state.keys()
+    for name, value in theirs.state.items():
+        torch.testing.assert_close(ours.state[name], value, rtol=tolerance, atol=tolerance, msg=name)
 
 
 def train(arguments: dict[str, Any] | None, make: Callable[[], L.LightningModule] = Net, **options: Any) -> Seen:
@@ -100,18 +109,9 @@ def train(arguments: dict[str, Any] | None, make: Callable[[], L.LightningModule
     module = make()
     notes = Notes()
     torch.manual_seed(100 + rank)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else 1,
-        strategy="auto" if arguments is None else HybridStrategy(print_plan=False, **arguments),
-        max_epochs=1,
-        callbacks=[notes],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        **options,
-    )
-    trainer.fit(module, data(), data())
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    trainer = make_trainer(arguments, world_size, callbacks=[notes], **options)
+    peers = math.prod((arguments or {}).get(f"{axis}_parallel_size", 1) for axis in ("pipeline", "tensor"))
+    trainer.fit(module, data(peers), data(peers))
     notes.seen.state = {name: whole(value) for name, value in module.state_dict().items()}
     return notes.seen

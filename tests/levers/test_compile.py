@@ -12,7 +12,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.utils import counters
 
 from lightning_pardist import CompileOptions, RecomputeOptions
-from tests.levers.common import Net, Seen, train
+from tests.levers.common import Net, Seen, assert_same_run, train
 from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(300)
@@ -59,7 +59,4 @@ def test_the_numbers_of_eager_code(run_distributed: WorkerPool, name: str) -> No
     for eager, seen, graphs, breaks in run_distributed(_run, *CASES[name], timeout=240.0):
         assert breaks == 0
         assert 1 <= graphs <= 8  # training and evaluation; like blocks share what was compiled for the first
-        assert seen.state.keys() == eager.state.keys()
-        torch.testing.assert_close(seen.losses, eager.losses, rtol=tolerance, atol=tolerance)
-        for key, value in eager.state.items():
-            torch.testing.assert_close(seen.state[key], value, rtol=tolerance, atol=tolerance, msg=key)
+        assert_same_run(seen, eager, tolerance)

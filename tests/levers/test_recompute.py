@@ -16,7 +16,8 @@ from lightning_pardist import HybridStrategy, RecomputeOptions
 from lightning_pardist.plan import format_plan
 from lightning_pardist.torch_dtensor_api import local_tensor
 from tests.describe.judge import measure
-from tests.levers.common import Block, Net, Seen, data, train
+from tests.levers.common import Block, Net, Seen, assert_same_run, data, train
+from tests.strategies.common import make_trainer
 from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(240)
@@ -34,10 +35,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def _equal(ours: Seen, theirs: Seen, tolerance: float = 0.0) -> None:
-    torch.testing.assert_close(ours.losses, theirs.losses, rtol=tolerance, atol=0)
-    assert ours.state.keys() == theirs.state.keys()
-    for name, value in theirs.state.items():
-        torch.testing.assert_close(ours.state[name], value, rtol=tolerance, atol=tolerance, msg=name)
+    assert_same_run(ours, theirs, tolerance)
     for mine, reference in zip(ours.gradients, theirs.gradients, strict=True):
         assert mine.keys() == reference.keys()
         for name, value in reference.items():
@@ -114,25 +112,14 @@ class Kept(L.Callback):
 
 def _measured(layout: dict[str, Any], recompute: RecomputeOptions, precision: str) -> tuple[int, int, str, set[str]]:
     """Returns what a real step keeps, what the plan says, its text, and the dtypes that blocks compute in."""
-    strategy = HybridStrategy(print_plan=False, recompute=recompute, **layout)
     kept = Kept()
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy=strategy,
-        max_steps=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        precision=precision,
-        num_sanity_val_steps=0,
-        callbacks=[kept],
-    )
+    options: dict[str, Any] = {"max_steps": 1, "precision": precision, "num_sanity_val_steps": 0, "callbacks": [kept]}
+    trainer = make_trainer({**layout, "recompute": recompute}, 2, **options)
     # torch's fake kernel gives the saved statistics of a batch norm in bfloat16, the real one in float32.
     trainer.fit(Net(batch_norm=False), data())
     real = sum(t.untyped_storage().nbytes() for t in kept.tensors.values())
-    plan = strategy.plan
+    assert isinstance(trainer.strategy, HybridStrategy)
+    plan = trainer.strategy.plan
     assert plan is not None and plan.recompute.saved_bytes is not None
     return real, plan.recompute.saved_bytes, format_plan(plan), kept.dtypes
 
@@ -157,7 +144,6 @@ def test_selective_keeps_the_named_results_too() -> None:
     from lightning_pardist.describe.levers import Conditions, profile_under
 
     module, batch = Net(), next(iter(data()))
-    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
     blocks = [block.name for block in profile_model(module, batch).blocks()]
     nothing, _ = profile_under(module, batch, Conditions(recomputed=blocks))
     kept, hits = profile_under(module, batch, Conditions(recomputed=blocks, kept=resolve_ops(["addmm", "bmm"])))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -10,11 +9,13 @@ import pytest
 
 from lightning_pardist import HybridStrategy, RecomputeOptions
 from tests.parity.runs import Record, differences, train
+from tests.support.marks import NEEDS_TRANSFORMERS
 from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(300)
 NAMES = ("seq2seq", "lora", "shared_weights", "unused_parameters", "recomputed_gpt", "routed_experts")
 """Two stacks, frozen weights, ties between blocks, branches, own checkpoints, experts; Llama also fills a cache."""
+LAYOUTS: tuple[dict[str, Any], ...] = ({"zero_stage": 0}, {"zero_stage": 3, "data_parallel_replicate_size": 1})
 OPTIONS: dict[str, dict[str, Any]] = {
     "shared_weights": {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
 }
@@ -22,19 +23,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def _recomputed(name: str) -> list[Record]:
     return [
-        train(name, HybridStrategy(print_plan=False, recompute=recompute, **layout), OPTIONS.get(name, {}))  # type: ignore[arg-type]
-        for layout in ({"zero_stage": 0}, {"zero_stage": 3, "data_parallel_replicate_size": 1})
+        train(name, HybridStrategy(print_plan=False, recompute=recompute, **layout), OPTIONS.get(name, {}))
+        for layout in LAYOUTS
         for recompute in (RecomputeOptions(), RecomputeOptions(mode="selective"))
     ]
 
 
-HF = [
-    pytest.mark.hf,
-    pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers"),
-]
-
-
-@pytest.mark.parametrize("name", [*NAMES, pytest.param("llama", marks=HF)])
+@pytest.mark.parametrize("name", [*NAMES, pytest.param("llama", marks=NEEDS_TRANSFORMERS)])
 def test_modules_of_many_kinds(run_distributed: WorkerPool, run_single: Callable[..., Any], name: str) -> None:
     reference = run_single(train, name, "auto", OPTIONS.get(name, {}))
     found = []

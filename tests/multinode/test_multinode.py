@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 
@@ -10,12 +9,14 @@ import pytest
 
 from tests.launch.common import ROOT, environment
 from tests.multinode.run import is_possible
+from tests.support.marks import LONG
 
 pytestmark = [pytest.mark.example, pytest.mark.slow, pytest.mark.timeout(1200)]
 
 
-@pytest.mark.skipif(not os.environ.get("PARDIST_LONG_TESTS"), reason="minutes; set PARDIST_LONG_TESTS=1")
+@LONG
 def test_two_nodes_train_fail_clearly_and_resume() -> None:
+    # Two nodes on one machine are two network namespaces, which take rights that many containers do not have.
     if why := is_possible():
         pytest.skip(f"network namespaces cannot be made here: {why}")
     run = subprocess.run(

@@ -9,6 +9,7 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
+from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
@@ -101,7 +102,7 @@ def state(module: nn.Module) -> dict[str, Tensor]:
     return {name: whole(value) for name, value in module.state_dict().items()}
 
 
-def train(name: str, strategy: str, options: dict[str, Any], nodes: int = 1) -> Record:
+def train(name: str, strategy: str | Strategy, options: dict[str, Any], nodes: int = 1) -> Record:
     """Two epochs of three steps, a validation after each."""
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0

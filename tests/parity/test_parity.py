@@ -6,13 +6,13 @@ after six steps agree to 1e-5 with a run of the same global batch on one rank, o
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.parity.runs import Record, differences, train, train_all
+from tests.support.marks import NEEDS_TRANSFORMERS
 from tests.support.modules import MODULES
 from tests.support.pool import WorkerPool
 
@@ -33,8 +33,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def _modules() -> list[Any]:
-    hf = [pytest.mark.hf, pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="needs transformers")]
-    return [pytest.param(name, marks=hf if name == "llama" else ()) for name in MODULES]
+    return [pytest.param(name, marks=NEEDS_TRANSFORMERS if name == "llama" else ()) for name in MODULES]
 
 
 @pytest.fixture(scope="module")

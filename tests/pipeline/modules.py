@@ -22,6 +22,7 @@ from tests.support.modules import (
     Block,
     Images,
     Llama,
+    OneLoss,
     Seq2Seq,
     SharedWeights,
     Tokens,
@@ -53,6 +54,13 @@ class DeepGPT(GPT):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([Block() for _ in range(8)])
+
+
+class SteepGPT(DeepGPT):
+    """Without Adam, which divides small gradients by their own size and so makes steps out of their rounding."""
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
 class FrozenStart(DeepGPT):
@@ -176,7 +184,7 @@ class Encoder(Tokens, L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class T5(Tokens, L.LightningModule):
+class T5(Tokens, OneLoss):
     """Encoder and decoder of transformers: a position bias made in the first blocks, an embedding used three times."""
 
     def __init__(self) -> None:
@@ -189,13 +197,8 @@ class T5(Tokens, L.LightningModule):
         )  # fmt: skip
         self.model = T5ForConditionalGeneration(config)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.model(input_ids=batch[0], labels=batch[1]).loss
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.model(input_ids=batch[0], labels=batch[1]).loss)
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[1]).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.parameters(), lr=1e-3, eps=1e-6)
@@ -215,11 +218,8 @@ class GPT2(T5):
             )
         )  # fmt: skip
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step([batch[0], batch[0]], batch_idx)
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        super().validation_step([batch[0], batch[0]], batch_idx)
+    def loss(self, batch: Any) -> Tensor:
+        return super().loss([batch[0], batch[0]])
 
 
 class ResidualConv(nn.Module):
@@ -231,7 +231,7 @@ class ResidualConv(nn.Module):
         return x + F.relu(self.conv(self.norm(x)))
 
 
-class ConvNet(Images, L.LightningModule):
+class ConvNet(Images, OneLoss):
     """Everything in one ``nn.Sequential``, of which the middle is a stack."""
 
     def __init__(self) -> None:
@@ -244,19 +244,14 @@ class ConvNet(Images, L.LightningModule):
             nn.Linear(8, 5),
         )
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self.net(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self.net(batch[0]), batch[1]))
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self.net(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.net.parameters(), lr=0.05, momentum=0.9)
 
 
-class ManyStates(Vectors, L.LightningModule):
+class ManyStates(Vectors, OneLoss):
     """The head looks at the outputs of all blocks, as probes and U-shaped networks do."""
 
     def __init__(self) -> None:
@@ -270,13 +265,8 @@ class ManyStates(Vectors, L.LightningModule):
             states.append(layer(states[-1]))
         return self.head(torch.cat(states, -1)).squeeze(-1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=1e-3, eps=1e-5)
@@ -289,6 +279,7 @@ def dataset_of_numbers(rows: int, seed: int) -> Dataset[Any]:
 MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "gpt": GPT,
     "gpt4": DeepGPT,
+    "steep_gpt": SteepGPT,
     "frozen_start": FrozenStart,
     "skip_gpt": SkipGPT,
     "vit": PlainViT,

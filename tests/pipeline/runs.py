@@ -24,7 +24,8 @@ def strategy(arguments: dict[str, Any] | None) -> Any:
         return "auto"
     options = {key: arguments[key] for key in arguments if key in PipelineOptions.__dataclass_fields__}
     others = {key: arguments[key] for key in arguments if key not in options}
-    return HybridStrategy(print_plan=False, pipeline=PipelineOptions(**options), **others)
+    pipeline = PipelineOptions(**options) if arguments.get("pipeline_parallel_size", 1) != 1 else None
+    return HybridStrategy(print_plan=False, pipeline=pipeline, **others)
 
 
 def train(name: str, arguments: dict[str, Any] | None, options: dict[str, Any] | None = None) -> Record:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
 
 from lightning_pardist.specs.pipeline_options import PipelineOptions
-from tests.strategies.common import Block, Notes, Tower, loader, make_trainer, weights
+from tests.strategies.common import Block, Tower, decaying, fit_between_epochs, loader, weights
 
-WORLDS: dict[str, tuple[dict[str, Any] | None, int]] = {
+WORLDS: dict[str, tuple[dict[str, Any], int]] = {
     "one": ({}, 1),
     "fsdp 4": ({"zero_stage": 3}, 4),
     "pp 4": ({"pipeline_parallel_size": 4}, 4),
@@ -46,26 +44,18 @@ class Deep(Tower):
         late = list(self.blocks[4].parameters())
         rest = [p for p in self.parameters() if all(p is not q for q in late)]
         optimizer = torch.optim.AdamW([{"params": late, "lr": 0.003}, {"params": rest}], lr=0.01, eps=1e-3)
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return decaying(optimizer)
 
 
 def run(layout: dict[str, Any], world_size: int, steps: int, save: str | None, resume: str | None) -> Any:
     torch.manual_seed(0 if resume is None else 17)
-    module, notes = Deep(), Notes()
-    callbacks: list[Any] = [notes]
-    if save is not None:
-        folder, name = os.path.split(save)
-        callbacks.append(ModelCheckpoint(folder, name, save_on_train_epoch_end=True, enable_version_counter=False))
-    trainer = make_trainer(
-        layout, world_size, max_epochs=steps // 3, callbacks=callbacks, enable_checkpointing=save is not None
-    )
-    rows = 16 // (world_size // layout.get("pipeline_parallel_size", 1))
-    trainer.fit(module, loader(48, rows), ckpt_path=resume)
+    module = Deep()
+    data = loader(48, 16 // (world_size // layout.get("pipeline_parallel_size", 1)))
+    trainer, losses = fit_between_epochs(module, (layout, world_size), data, steps, save, resume)
     rates = [group["lr"] for group in trainer.optimizers[0].param_groups]
     owner = trainer.strategy.parallel_model.pipeline if layout else None
     keeps_rows = owner is None or "rows" not in owner.foreign_buffers
-    return weights(module), [n["train_loss"] for n in notes.metrics], rates, float(module.rows) if keeps_rows else None
+    return weights(module), losses, rates, float(module.rows) if keeps_rows else None
 
 
 def assert_same_where_held(got: dict[str, Tensor], want: dict[str, Tensor]) -> int:

@@ -7,7 +7,6 @@ a validation with another number of rows lies in the middle.
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +14,7 @@ import pytest
 
 from tests.parity.runs import Record, differences
 from tests.pipeline.runs import train, train_all
+from tests.support.marks import NEEDS_TRANSFORMERS
 from tests.support.pool import WorkerPool
 
 pytestmark = pytest.mark.timeout(300)
@@ -82,9 +82,7 @@ def reference(run_single: Callable[..., Any]) -> Callable[[str, dict[str, Any]],
 
 
 def _marked(name: str) -> Any:
-    has_it = importlib.util.find_spec("transformers") is not None
-    hf = [pytest.mark.hf, pytest.mark.skipif(not has_it, reason="needs transformers")]
-    return pytest.param(name, marks=hf if name == "transformers" else ())
+    return pytest.param(name, marks=NEEDS_TRANSFORMERS if name == "transformers" else ())
 
 
 @pytest.mark.parametrize("group", [_marked(name) for name in GROUPS])

@@ -49,12 +49,24 @@ def test_auto_sizes(config: dict[str, Any], world_size: int, nodes: int, expecte
         ("pardist_fsdp", (1, 8), (1, 16)),
         ("pardist_hybrid", (1, 8), (2, 8)),
         ("pardist_pp", (1, 1), (1, 8)),
+        ("pardist_tp", (1, 1), (1, 2)),
+        ("pardist_3d", (1, 2), (1, 1)),
     ],
 )
 def test_presets(name: str, one_node: tuple[int, int], two_nodes: tuple[int, int]) -> None:
     arguments = dict(PRESETS[name].arguments)
     assert sizes(arguments, 8) == one_node
     assert sizes(arguments, 16, 2) == two_nodes
+
+
+@pytest.mark.parametrize(
+    ("world_size", "nodes", "expected"), [(8, 1, (2, 2, 2)), (4, 1, (2, 1, 2)), (32, 4, (2, 2, 8)), (16, 2, (2, 1, 8))]
+)
+def test_three_axes(world_size: int, nodes: int, expected: tuple[int, int, int]) -> None:
+    """Matrices are shared inside a node, stages lie across nodes, the rest shards."""
+    made = ParallelConfig(**PRESETS["pardist_3d"].arguments).resolve(world_size=world_size, num_nodes=nodes)
+    assert (made.pipeline_parallel, made.data_parallel_shard, made.tensor_parallel) == expected
+    assert made.data_parallel_replicate == 1
 
 
 @given(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from torch import nn
 from torch.utils.data import default_collate
 
 from tests.plan.common import BF16_MIXED, Tower, modules_of, plan_of, root_of, rows
+from tests.support.marks import NEEDS_TRANSFORMERS
 from tests.support.modules import MODULES
 
 
@@ -21,10 +21,10 @@ def batch_of(module: Any, count: int = 4) -> Any:
 
 
 @pytest.mark.parametrize("observed", [True, False], ids=["run", "tree"])
-@pytest.mark.parametrize("name", MODULES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=NEEDS_TRANSFORMERS if name == "llama" else ()) for name in MODULES]
+)
 def test_every_parameter_has_exactly_one_place(name: str, observed: bool) -> None:
-    if name == "llama" and not importlib.util.find_spec("transformers"):
-        pytest.skip("needs transformers")
     module = MODULES[name]()
     batch = batch_of(module) if observed and name != "routed_experts" else None
     plan = plan_of(module, batch).data_parallel

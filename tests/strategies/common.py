@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any
 
 import lightning as L
 import torch
 import torch.nn.functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_pardist import whole_tensor
 from lightning_pardist.strategies.hybrid import HybridStrategy
 
 FEATURES = 12
@@ -98,10 +100,43 @@ def make_trainer(layout: dict[str, Any] | None, world_size: int, **options: Any)
     return L.Trainer(accelerator="cpu", devices=world_size, strategy=strategy, **{**defaults, **options})
 
 
+def decaying(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """What ``configure_optimizers`` returns for a learning rate that shrinks with every step."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
+    return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+
+def fit_between_epochs(
+    module: L.LightningModule,
+    world: tuple[dict[str, Any], int],
+    data: DataLoader,
+    steps: int,
+    save: str | None,
+    resume: str | None,
+) -> tuple[L.Trainer, list[float]]:
+    """Trains epochs of three batches, and returns the losses too.
+
+    Args:
+        module: the module.
+        world: the layout, and its ranks.
+        data: this rank's batches.
+        steps: counted from the start of the first run.
+        save: a checkpoint without its suffix, made where Lightning resumes exactly with plain loaders: between epochs.
+        resume: a checkpoint to go on from.
+    """
+    notes = Notes()
+    callbacks: list[L.Callback] = [notes]
+    if save is not None:
+        folder, name = os.path.split(save)
+        callbacks.append(ModelCheckpoint(folder, name, save_on_train_epoch_end=True, enable_version_counter=False))
+    trainer = make_trainer(*world, max_epochs=steps // 3, callbacks=callbacks, enable_checkpointing=save is not None)
+    trainer.fit(module, data, ckpt_path=resume)
+    return trainer, [metrics["train_loss"] for metrics in notes.metrics]
+
+
 def whole(tensor: Tensor) -> Tensor:
     """The whole tensor of a shard."""
-    tensor = tensor.detach()
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    return whole_tensor(tensor.detach()).clone()
 
 
 def weights(module: nn.Module) -> dict[str, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,17 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from torch import Tensor
 
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
-from tests.strategies.common import HYBRID, LAYOUTS, Notes, Tower, assert_same_weights, loader, make_trainer, weights
+from tests.strategies.common import (
+    HYBRID,
+    LAYOUTS,
+    Tower,
+    assert_same_weights,
+    decaying,
+    fit_between_epochs,
+    loader,
+    make_trainer,
+    weights,
+)
 
 ONE: dict[str, Any] = {}
 WORLDS: dict[str, tuple[dict[str, Any], int]] = {
@@ -38,25 +47,16 @@ class Scheduled(Tower):
         optimizer = torch.optim.AdamW(
             [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.003}], lr=0.01, eps=1e-3
         )
-        schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.8)
-        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+        return decaying(optimizer)
 
 
 def run(layout: dict[str, Any], world_size: int, steps: int, save: str | None, resume: str | None) -> Any:
     torch.manual_seed(0 if resume is None else 17)
-    module, notes = Scheduled(), Notes()
-    # Three batches an epoch: the checkpoint is made where Lightning resumes exactly with plain loaders, between epochs.
-    callbacks: list[Any] = [notes]
-    if save is not None:
-        folder, name = os.path.split(save)
-        callbacks.append(ModelCheckpoint(folder, name, save_on_train_epoch_end=True, enable_version_counter=False))
-    trainer = make_trainer(
-        layout, world_size, max_epochs=steps // 3, callbacks=callbacks, enable_checkpointing=save is not None
-    )
-    trainer.fit(module, loader(48, 16 // world_size), ckpt_path=resume)
+    module, data = Scheduled(), loader(48, 16 // world_size)
+    trainer, losses = fit_between_epochs(module, (layout, world_size), data, steps, save, resume)
     optimizer = trainer.optimizers[0]
     rates = [value for group in optimizer.param_groups for value in (group["lr"], group["weight_decay"])]
-    return weights(module), [row["train_loss"] for row in notes.metrics], rates, trainer.global_step
+    return weights(module), losses, rates, trainer.global_step
 
 
 def loaded(layout: dict[str, Any], world_size: int, path: str) -> Any:

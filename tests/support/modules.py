@@ -58,6 +58,21 @@ class Vectors:
         return TensorDataset(x, x[:, :4].sum(-1).tanh())
 
 
+class OneLoss(L.LightningModule):
+    """Steps that log one loss, which a subclass computes."""
+
+    def loss(self, batch: Any) -> Tensor:
+        raise NotImplementedError
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val_loss", self.loss(batch))
+
+
 # ---- transformers
 
 
@@ -190,7 +205,7 @@ class ViT(Images, L.LightningModule):
         return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
-class Llama(Tokens, L.LightningModule):
+class Llama(Tokens, OneLoss):
     """A Hugging Face model from its config."""
 
     def __init__(self) -> None:
@@ -208,19 +223,14 @@ class Llama(Tokens, L.LightningModule):
         )
         self.model = LlamaForCausalLM(config)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        output = self.model(input_ids=batch[0], labels=batch[0])
-        self.log("loss", output.loss)
-        return output.loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", self.model(input_ids=batch[0], labels=batch[0]).loss)
+    def loss(self, batch: Any) -> Tensor:
+        return self.model(input_ids=batch[0], labels=batch[0]).loss
 
     def configure_optimizers(self) -> Any:
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3, eps=1e-6)
 
 
-class Seq2Seq(L.LightningModule):
+class Seq2Seq(OneLoss):
     """Encoder and decoder, batches as dicts, a loss that ignores padding."""
 
     def __init__(self) -> None:
@@ -241,17 +251,9 @@ class Seq2Seq(L.LightningModule):
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=target.device)
         return self.out(self.transformer(self.source(source), self.target(target), tgt_mask=mask, tgt_is_causal=True))
 
-    def _loss(self, batch: dict[str, Tensor]) -> Tensor:
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
         logits = self(batch["source"], batch["target"][:, :-1])
         return F.cross_entropy(logits.transpose(1, 2), batch["target"][:, 1:])
-
-    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        loss = self._loss(batch)
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        self.log("val_loss", self._loss(batch))
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9, nesterov=True)
@@ -260,7 +262,7 @@ class Seq2Seq(L.LightningModule):
 # ---- no block stack
 
 
-class ConvNet(Images, L.LightningModule):
+class ConvNet(Images, OneLoss):
     """Plain attributes, no stack; batch norm."""
 
     def __init__(self) -> None:
@@ -279,13 +281,8 @@ class ConvNet(Images, L.LightningModule):
         x = F.relu(self.norm3(self.conv3(x)))
         return self.fc2(F.relu(self.fc1(x.mean((2, 3)))))
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.cross_entropy(self(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.cross_entropy(self(batch[0]), batch[1]))
+    def loss(self, batch: Any) -> Tensor:
+        return F.cross_entropy(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         optimizer = torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
@@ -299,7 +296,7 @@ class GroupNormNet(ConvNet):
         return nn.GroupNorm(7, channels)
 
 
-class Recurrent(Vectors, L.LightningModule):
+class Recurrent(Vectors, OneLoss):
     """An LSTM, which keeps its weights in a list of its own."""
 
     def __init__(self) -> None:
@@ -309,13 +306,8 @@ class Recurrent(Vectors, L.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return self.head(self.rnn(x.unflatten(1, (-1, 4)))[0][:, -1]).squeeze(-1)
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.RMSprop(self.parameters(), lr=1e-3, eps=1e-4)
@@ -441,7 +433,7 @@ class Autoencoder(Vectors, L.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
 
 
-class Regression(Vectors, L.LightningModule):
+class Regression(Vectors, OneLoss):
     """What the rest have in common: a network, a squared error, an optimizer."""
 
     def __init__(self) -> None:
@@ -456,11 +448,6 @@ class Regression(Vectors, L.LightningModule):
 
     def loss(self, batch: Any) -> Tensor:
         return F.mse_loss(self(batch[0]), batch[1])
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self.loss(batch)
-        self.log("loss", loss)
-        return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
         self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
@@ -524,6 +511,21 @@ class UnusedParameters(Regression):
         return super().forward(x)
 
 
+class Chooser(Regression):
+    """A scorer whose values only choose: no gradient reaches it, and in one process no weight decay does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([ResidualBlock() for _ in range(2)])
+        self.scorer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = torch.zeros_like(x).scatter(-1, self.scorer(x).topk(4, dim=-1).indices, 0.5)
+        for block in self.blocks:
+            x = block(x + chosen)
+        return super().forward(x)
+
+
 class OneBlockManyTimes(Regression):
     """The same block object in every place of the stack."""
 
@@ -549,7 +551,7 @@ class SharedWeights(Regression):
         return super().forward(x)
 
 
-class BareParameters(Vectors, L.LightningModule):
+class BareParameters(Vectors, OneLoss):
     """Parameters registered on the LightningModule itself and no modules at all."""
 
     def __init__(self) -> None:
@@ -561,13 +563,8 @@ class BareParameters(Vectors, L.LightningModule):
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x @ self.w1 + self.biases[0]) @ self.w2 + self.biases[1]
 
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = F.mse_loss(self(batch[0]), batch[1])
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val_loss", F.mse_loss(self(batch[0]), batch[1]))
+    def loss(self, batch: Any) -> Tensor:
+        return F.mse_loss(self(batch[0]), batch[1])
 
     def configure_optimizers(self) -> Any:
         return torch.optim.Adam(self.parameters(), lr=3e-3, eps=1e-5)
@@ -682,6 +679,7 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "weight_penalty": WeightPenalty,
     "late_weight_penalty": LateWeightPenalty,
     "unused_parameters": UnusedParameters,
+    "chooser": Chooser,
     "one_block_many_times": OneBlockManyTimes,
     "shared_weights": SharedWeights,
     "bare_parameters": BareParameters,

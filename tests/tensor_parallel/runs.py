@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lightning_pardist import HybridStrategy, whole_tensor
+from tests.tensor_parallel import odd_models
 from tests.tensor_parallel.models import MODELS, dataset
 
 GLOBAL_BATCH = 8
@@ -52,7 +53,7 @@ def train(name: str, options: dict[str, Any] | None, trainer_options: dict[str, 
     torch.manual_seed(3 if options is None else 3 + dist.get_rank())  # rank 0's weights must win
     if options is not None and dist.get_rank() == 0:
         torch.manual_seed(3)
-    module, notes = MODELS[name](), Notes()
+    module, notes = {**MODELS, **odd_models.MODELS}[name](), Notes()
     strategy: Any = "auto" if options is None else HybridStrategy(print_plan=False, **options)
     data_ranks = ranks // (options or {}).get("tensor_parallel_size", 1)
     trainer = L.Trainer(

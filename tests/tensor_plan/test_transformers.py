@@ -10,9 +10,10 @@ import torch
 from lightning_pardist.describe.linear_roles import derive_roles
 from lightning_pardist.plan.tensor_parallel import make_tensor_plan
 from lightning_pardist.specs.tensor_roles import TensorRoles
+from tests.support.marks import transformers_or_skip
 from tests.tensor_plan.judge import changes, output_of
 
-transformers = pytest.importorskip("transformers")
+transformers = transformers_or_skip()
 pytestmark = [pytest.mark.hf, pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")]
 
 _LLAMA = {

@@ -1,0 +1,111 @@
+"""Traits of public models that a tensor-parallel plan went wrong on, each in the smallest module that has it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.tensor_parallel.models import GPT, VOCABULARY, Trained
+from tests.tensor_plan import models as parts
+from tests.tensor_plan.models import HEAD_DIM, HEADS, WIDTH
+
+
+class GroupedExperts(nn.Module):
+    """All experts in one grouped product; its rows must be multiples of 16 bytes, also on two ranks."""
+
+    def __init__(self, experts: int = 3, inner: int = 16) -> None:
+        super().__init__()
+        self.router = nn.Linear(WIDTH, experts, bias=False)
+        self.gate_up = nn.Parameter(0.2 * torch.randn(experts, 2 * inner, WIDTH))
+        self.down = nn.Parameter(0.2 * torch.randn(experts, WIDTH, inner))
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = x.reshape(-1, WIDTH)
+        weight, expert = self.router(rows).softmax(-1).max(-1)
+        order = expert.argsort(stable=True)
+        counts = F.one_hot(expert, len(self.down)).sum(0)
+        ends = counts.cumsum(0).to(torch.int32)
+        gate, up = F.grouped_mm(rows[order], self.gate_up.transpose(-2, -1), offs=ends).chunk(2, dim=-1)
+        out = F.grouped_mm(F.silu(gate) * up, self.down.transpose(-2, -1), offs=ends)
+        return (torch.empty_like(out).index_copy(0, order, out) * weight[:, None]).view(x.shape)
+
+
+class SinkAttention(nn.Module):
+    """Key-value heads repeated by expand, a sink per head, and the weights of attention as a second output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, n * HEAD_DIM) for n in (HEADS, 2, 2))
+        self.sinks = nn.Parameter(torch.randn(HEADS))
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        b, t, _ = x.shape
+        q, k, v = (layer(x).view(b, t, -1, HEAD_DIM).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        k, v = (repeated(z, HEADS // 2) for z in (k, v))
+        scores = q @ k.transpose(-2, -1) / HEAD_DIM**0.5
+        sinks = self.sinks.reshape(1, -1, 1, 1).expand(b, -1, t, -1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        return self.out((weights @ v).transpose(1, 2).reshape(b, t, -1)), weights
+
+
+def repeated(x: Tensor, times: int) -> Tensor:
+    b, heads, t, d = x.shape
+    return x[:, :, None].expand(b, heads, times, t, d).reshape(b, heads * times, t, d)
+
+
+class FirstOutput(nn.Module):
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.module(x)[0]
+
+
+class RoomAttention(nn.Module):
+    """Keys are copied part by part into fresh memory, whose size the code gives with all heads."""
+
+    def __init__(self, rope: int = 2) -> None:
+        super().__init__()
+        self.rope = rope
+        self.q = nn.Linear(WIDTH, HEADS * (HEAD_DIM + rope))
+        self.shared = nn.Linear(WIDTH, rope)
+        self.kv = nn.Linear(WIDTH, HEADS * 2 * HEAD_DIM)
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, HEADS, -1).transpose(1, 2)
+        part, v = self.kv(x).view(b, t, HEADS, -1).transpose(1, 2).split(HEAD_DIM, dim=-1)
+        k = part.new_empty(b, HEADS, t, HEAD_DIM + self.rope)
+        k[..., :HEAD_DIM].copy_(part)
+        k[..., HEAD_DIM:].copy_(self.shared(x)[:, None].expand(-1, part.shape[1], -1, -1))
+        return self.out(parts.eager(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+
+class BiasedHead(Trained):
+    """A head tied to the embedding that adds a bias, which has its first name elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        self.bias = nn.Parameter(0.1 * torch.randn(VOCABULARY))
+        self.block = parts.Block(parts.GroupedAttention())
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+        self.head.weight, self.head.bias = self.tokens.weight, self.bias
+
+    def training_step(self, batch: Any, index: int) -> Tensor:
+        return self.scored(self.head(self.block(self.tokens(batch[0]))), batch[1])
+
+
+MODELS: dict[str, Callable[[], Any]] = {
+    "grouped experts": lambda: GPT(parts.GroupedAttention, GroupedExperts),
+    "sinks": lambda: GPT(lambda: FirstOutput(SinkAttention())),
+    "room": lambda: GPT(RoomAttention),
+    "biased head": BiasedHead,
+}
