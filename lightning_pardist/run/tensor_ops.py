@@ -9,15 +9,9 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor
-<<<<<<< HEAD
 from torch.distributed import ProcessGroup
-=======
 
 from lightning_pardist.base.torch_api import under_dispatch_mode
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
->>>>>>> nd
 
 
 @dataclass(frozen=True)
@@ -120,13 +114,8 @@ class _CopyToRanks(torch.autograd.Function):
 
 class _SumOverRanks(torch.autograd.Function):
     @staticmethod
-<<<<<<< HEAD
     def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        if not tensor.is_contiguous():
-=======
-    def forward(ctx: Any, tensor: Tensor, group: ProcessGroup) -> Tensor:
         if not tensor.is_contiguous() or under_dispatch_mode():
->>>>>>> nd
             return summed(tensor, group)
         all_reduce(tensor, group)
         ctx.mark_dirty(tensor)

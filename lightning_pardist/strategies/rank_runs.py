@@ -88,6 +88,10 @@ class _Run:
         self._elsewhere: list[Tensor] = []
         """Received tensors, which lie in buffers of their own."""
         self._activation_bytes = 0
+        names = frozenset(p.name for p in given.profile.parameters)
+        pipeline, stage = given.plan.pipeline, given.stage
+        self._held = names if pipeline is None or stage is None else pipeline.held_by(stage.rank)
+        """First names of the parameters that are here: what another stage has is whole there, and NaN."""
 
     def result(self) -> StageRun:
         given = self._given
@@ -117,7 +121,7 @@ class _Run:
         tensor = self._given.plan.tensor
         if tensor is None:
             return
-        layouts = {layout.parameter: layout for layout in tensor.layouts}
+        layouts = {layout.parameter: layout for layout in tensor.layouts if layout.parameter in self._held}
         own = {id(p): layouts[name] for name, p in fake.named_parameters() if name in layouts}
         made: dict[int, nn.Parameter] = {}
         for module in fake.modules():
@@ -150,7 +154,7 @@ class _Run:
             model.pipeline = PipelineCut(pipeline, given.stage.rank, nothing, nothing, nothing)
             install_stand_ins(model)
         if given.plan.tensor is not None:
-            shared = {layout.parameter for layout in given.plan.tensor.layouts}
+            shared = self._held.intersection(layout.parameter for layout in given.plan.tensor.layouts)
             model.shards = [HeldShard([], p, p) for name, p in fake.named_parameters() if name in shared]
             model.tensor_mode = TensorMode(model, Alone(0, lambda kind, nbytes: self._exchanges.append((kind, nbytes))))
         self._replace_step(model)
