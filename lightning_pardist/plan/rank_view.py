@@ -94,7 +94,8 @@ class RankViews:
 
     def places(self) -> list[Place]:
         """Returns the place of every rank, in the order of ranks."""
-        sizes, places = self.plan.sizes.as_dict(), []
+        sizes = self.plan.sizes.as_dict()
+        places: list[Place] = []
         for rank in range(self.plan.sizes.world_size):
             place: dict[str, int] = {}
             rest = rank

@@ -20,6 +20,7 @@ from lightning_pardist import HybridStrategy
 from lightning_pardist.run.stage_program import StageProgram
 from lightning_pardist.specs.estimate import AxisTraffic
 from lightning_pardist.torch_dist_api import fsdp_parameters, whole_parameter
+from lightning_pardist.torch_pipelining_api import UserStage
 from tests.composition.headline import Headline, Texts
 
 ROWS = 8
@@ -52,9 +53,11 @@ class _Kept:
 class Meter:
     """Bytes that backward passes still need, at the worst moment."""
 
-    def __init__(self, module: L.LightningModule, strategy: Any) -> None:
+    stages: ClassVar[list[UserStage]] = []
+    """Of this rank."""
+
+    def __init__(self, module: L.LightningModule) -> None:
         self._module = module
-        self._stages = [] if strategy._pipelining is None else strategy._pipelining._runner._stages
         self._alive: weakref.WeakSet[_Kept] = weakref.WeakSet()
         self.sent: list[weakref.ref[Tensor]] = []
         self.most = self.gathered = 0
@@ -75,7 +78,7 @@ class Meter:
         return kept.tensor
 
     def _parameters(self) -> Iterator[Tensor]:
-        if self._module.trainer.strategy._kind() != "shard":  # type: ignore[attr-defined]
+        if self._module.trainer.strategy.parallel_model.kind != "shard":  # type: ignore[attr-defined]
             yield from self._module.parameters()
             return
         for record in fsdp_parameters(self._module):
@@ -84,7 +87,7 @@ class Meter:
                 yield whole
 
     def _received(self) -> Iterator[Tensor]:
-        for stage in self._stages:
+        for stage in self.stages:
             for infos in stage.args_recv_info.values():
                 yield from (info.buffer for info in infos if isinstance(getattr(info, "buffer", None), Tensor))
 
@@ -115,7 +118,7 @@ class _Watch(L.Callback):
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
         if index == 2:
-            Measured.meter = Meter(module, trainer.strategy)
+            Measured.meter = Meter(module)
             self._recorder.__enter__()
 
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
@@ -149,6 +152,14 @@ def step_of(case: Case) -> Seen:
         return out
 
     StageProgram.forward = forward  # type: ignore[method-assign]
+    Meter.stages.clear()
+    make = UserStage.__init__
+
+    def remembered(stage: UserStage, *args: Any, **kwargs: Any) -> None:
+        make(stage, *args, **kwargs)
+        Meter.stages.append(stage)
+
+    UserStage.__init__ = remembered  # type: ignore[method-assign]
     try:
         trainer.fit(module, DataLoader(Texts(rows, 5), batch_size=ROWS))
         assert Measured.meter is not None and strategy.meshes is not None
@@ -162,6 +173,7 @@ def step_of(case: Case) -> Seen:
         )
     finally:
         StageProgram.forward = plain  # type: ignore[method-assign]
+        UserStage.__init__ = make  # type: ignore[method-assign]
         Measured.meter = None
 
 
