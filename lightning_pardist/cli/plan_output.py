@@ -56,14 +56,17 @@ def estimate_text(estimate: Estimate) -> str:
 def ranking_text(candidates: Sequence[Candidate], fill: float) -> str:
     """Returns the ranked layouts as lines of text."""
     fitting = [c for c in candidates if c.rejected is None]
-    rows = [("", "layout", "memory", "step (roofline)", "sent per rank", "idle")]
+    rows = [("", "layout", "memory", "step (roofline)", "batches", "time per batch", "sent per rank", "idle")]
     for position, candidate in enumerate(fitting, start=1):
         estimate = candidate.estimate
         assert estimate is not None
         step = ">= " + _seconds(estimate.roofline.seconds) if estimate.roofline else "unknown"
-        sent = format_bytes(sum(each.sent_per_rank for each in estimate.traffic))
+        sent = format_bytes(sum(traffic.sent_per_rank for traffic in estimate.traffic))
         idle = f"{estimate.idle_share:.1%}" if estimate.plan.pipeline is not None else ""
-        rows.append((str(position), candidate.layout, format_bytes(estimate.worst.total), step, sent, idle))
+        batches, each = str(estimate.plan.sizes.data_parallel), estimate.seconds_per_batch
+        share = "unknown" if each is None else f">= {_seconds(each)}"
+        memory = format_bytes(estimate.worst.total)
+        rows.append((str(position), candidate.layout, memory, step, batches, share, sent, idle))
     lines = [f"Layouts that fill at most {fill:.0%} of the memory, best first; times are {_LOWER_BOUND}"]
     lines += _table(rows) if fitting else ["  none: more ranks, recomputation per operator or smaller batches are left"]
     if fitting:

@@ -96,14 +96,17 @@ def judge(layout: str, arguments: dict[str, Any], estimate: Estimate, fill: floa
 
 
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Returns those that fit, the fastest by the roofline first, then those that do not, the smallest first."""
+    """Returns those that fit, the fastest by the roofline first, then those that do not, the smallest first.
+
+    Layouts train as many batches in a step as they have data ranks, so they are compared by their time per batch.
+    """
 
     def key(candidate: Candidate) -> tuple[bool, bool, float, float, int]:
         estimate = candidate.estimate
         if estimate is None:
             return True, True, float("inf"), float("inf"), 0
-        seconds = estimate.roofline.seconds if estimate.roofline else 0.0
-        talk = sum(each.sent_per_rank for each in estimate.traffic)
+        seconds = estimate.seconds_per_batch or 0.0
+        talk = sum(each.sent_per_rank for each in estimate.traffic) / estimate.plan.sizes.data_parallel
         offloaded = estimate.worst.host > 0  # moves every parameter over the host's bus: a last resort
         if candidate.rejected:
             return True, False, float(estimate.worst.total), 0.0, 0

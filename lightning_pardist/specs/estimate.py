@@ -122,6 +122,11 @@ class Estimate:
         return self.memory_by_rank[self.worst_rank]
 
     @property
+    def seconds_per_batch(self) -> float | None:
+        """The roofline's step over the batches that are trained in it: one for each data rank."""
+        return None if self.roofline is None else self.roofline.seconds / self.plan.sizes.data_parallel
+
+    @property
     def traffic(self) -> tuple[AxisTraffic, ...]:
         """Collectives of the rank that sends most."""
         return self.traffic_by_rank[self.busiest_rank]

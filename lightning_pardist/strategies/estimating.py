@@ -120,6 +120,14 @@ class Estimator:
         plan = self._plan(asked)
         return self._joined(plan, self._work(plan, asked.stages), cluster)
 
+    def plan(self, config: ParallelConfig, cluster: Cluster) -> ParallelPlan:
+        """Returns the plan of one layout alone, without what a step takes.
+
+        Raises:
+            ValueError: as ``estimate``.
+        """
+        return self._plan(_Asked(config, cluster))
+
     def _plan(self, asked: _Asked) -> ParallelPlan:
         config, cluster = asked.config, asked.cluster
         sizes = config.resolve(world_size=cluster.world_size, num_nodes=cluster.num_nodes)

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.data import DataLoader
 
-from benchmarks.support.state import live_state
 from benchmarks.support.traffic import CollectiveRecorder, Total, Traffic, axis_ranks, totals
 from lightning_pardist import HybridStrategy
 from lightning_pardist.run.stage_program import StageProgram
 from lightning_pardist.specs.estimate import AxisTraffic
 from lightning_pardist.torch_dist_api import fsdp_parameters, whole_parameter
+from lightning_pardist.torch_dtensor_api import local_tensor
 from lightning_pardist.torch_pipelining_api import UserStage
 from tests.composition.headline import Headline, Texts
 
@@ -113,7 +113,7 @@ class _Watch(L.Callback):
 
     def __init__(self) -> None:
         self.traffic: Traffic = {}
-        self.state: Any = None
+        self.state = (0, 0, 0)
         self._recorder = CollectiveRecorder()
 
     def on_train_batch_start(self, trainer: L.Trainer, module: L.LightningModule, batch: Any, index: int) -> None:
@@ -124,11 +124,20 @@ class _Watch(L.Callback):
     def on_train_batch_end(self, trainer: L.Trainer, module: L.LightningModule, *args: Any) -> None:
         if args[-1] == 2:
             self._recorder.__exit__(None, None, None)
-            self.state = live_state(module, trainer.optimizers)
+            self.state = _stored(module, trainer)
             self.traffic = {
                 **totals(self._recorder.collectives, "data"),
                 **totals(self._recorder.collectives, "stages"),
             }
+
+
+def _stored(module: L.LightningModule, trainer: L.Trainer) -> tuple[int, int, int]:
+    absent = trainer.strategy.parallel_model.absent  # type: ignore[attr-defined]
+    parameters = [p for name, p in module.named_parameters() if name not in absent]
+    moments = [s[key] for o in trainer.optimizers for s in o.state.values() for key in ("exp_avg", "exp_avg_sq")]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    parts = ([p.detach() for p in parameters], gradients, moments)
+    return tuple(sum(local_tensor(t).nbytes for t in tensors) for tensors in parts)  # type: ignore[return-value]
 
 
 def step_of(case: Case) -> Seen:
@@ -165,7 +174,7 @@ def step_of(case: Case) -> Seen:
         assert Measured.meter is not None and strategy.meshes is not None
         names = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "data_parallel")
         return Seen(
-            state=(watch.state.parameters, watch.state.gradients, watch.state.optimizer),
+            state=watch.state,
             activations=Measured.meter.most,
             gathered=Measured.meter.gathered,
             traffic=watch.traffic,

@@ -61,6 +61,11 @@ def test_every_rank_holds_keeps_and_sends_what_was_foretold(real: dict[str, list
             wrong.append((rank, "state", (terms.parameters, terms.gradients, terms.optimizer), seen.state))
         if foretold(found.traffic_by_rank[rank], seen.groups) != seen.traffic:
             wrong.append((rank, "traffic", foretold(found.traffic_by_rank[rank], seen.groups), seen.traffic))
-        if terms.activations != pytest.approx(seen.activations, rel=0.01):
+        # Of an uneven vocabulary the first rank of the tensor axis has more, and is counted for all of them.
+        is_first = rank == min(seen.groups["tensor_parallel"])
+        if terms.activations != pytest.approx(seen.activations, rel=0.01 if is_first else 0.02):
             wrong.append((rank, "activations", terms.activations, seen.activations))
+        if not is_first and (terms.activations or 0) < 0.99 * seen.activations:
+            wrong.append((rank, "more activations", terms.activations, seen.activations))
+    assert any("uneven" in note for note in found.assumptions) == ("tensor_parallel_size" in layout)
     assert not wrong, "\n".join(map(str, wrong))
