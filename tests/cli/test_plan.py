@@ -42,6 +42,21 @@ def test_layouts_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert all(entry["estimate"]["memory_by_rank"][0]["total"] > 0 for entry in found)
 
 
+def test_all_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "memory.html"
+    layout = "pipeline_parallel_size=2,tensor_parallel_size=2,data_parallel_shard_size=4"
+    status = main([
+        "plan", str(EXAMPLES / "gpt" / "train.py"), "--args", "--width=32 --depth=4", "--world", "16", "--nodes", "2",
+        "--layout", layout, "--output", str(chart),
+    ])  # fmt: skip
+    text = capsys.readouterr().out
+    assert status == 0
+    assert "Pipeline ranks (1f1b, idle" in text and "stage buffers" in text
+    assert all(f"{axis}_parallel" in text for axis in ("tensor", "pipeline")) and "send" in text
+    page = chart.read_text()
+    assert "pipeline parallel 2, data parallel shard 4, tensor parallel 2" in page and "(stage 1)" in page
+
+
 CONFIG = """
 model:
   class_path: tests.levers.common.Net
