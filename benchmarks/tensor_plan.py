@@ -108,7 +108,7 @@ def compare(model_type: str, batch: dict[str, torch.Tensor]) -> Row:
     except Exception as error:
         row.status = f"not derived: {error}".splitlines()[0]
         return row
-    row.unknown, row.seconds = roles.unknown_functions, time.perf_counter() - started
+    row.unknown, row.seconds = tuple(name for name, _ in roles.unknown_functions), time.perf_counter() - started
     plan = shipped_plan(model)
     row.is_moe = any("expert" in pattern for pattern in plan)
     ours = {weight.name: weight for weight in roles.weights}

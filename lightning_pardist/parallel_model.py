@@ -128,6 +128,10 @@ class PipelineCut:
     listener: BlockListener | None = None
     """Set while a stage runs."""
 
+    def runs(self, block: int) -> bool:
+        """Returns whether the stage that runs now runs a block, and does not stand in for it."""
+        return self.listener is not None and not self.listener.replaces(block)
+
 
 @dataclass(eq=False)
 class ParallelModel:

@@ -1,4 +1,4 @@
-"""An unchanged LightningModule against a program written by hand, on two gloo ranks of one machine.
+"""An unchanged LightningModule against a program written by hand, on gloo ranks of one machine.
 
 Both train the same model on the same data. They take turns in the same processes, some steps each, so that a busy
 machine slows both alike; medians of the turns are compared.
@@ -13,7 +13,7 @@ import platform
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from lightning_pardist import HybridStrategy
 
@@ -92,11 +92,21 @@ class Clock(L.Callback):
             self.times.append(time.perf_counter() - self._start)
 
 
-def loader(shape: Shape, steps: int) -> DataLoader[Any]:
-    """Returns so many batches, the same in every call."""
+def loader(shape: Shape, steps: int, data_ranks: int = 1, rank: int | None = None) -> DataLoader[Any]:
+    """Returns so many batches for every data rank, the same in every call.
+
+    Args:
+        shape: of a batch.
+        steps: batches of a data rank.
+        data_ranks: how many read different samples.
+        rank: which of them this is, for a program that deals samples itself.
+    """
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, shape.vocabulary, (shape.rows * steps, shape.length + 1), generator=generator)
-    return DataLoader(TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()), batch_size=shape.rows)
+    rows = shape.rows * steps * data_ranks
+    tokens = torch.randint(0, shape.vocabulary, (rows, shape.length + 1), generator=generator)
+    data = TensorDataset(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+    sampler = None if rank is None else DistributedSampler(data, num_replicas=data_ranks, rank=rank, shuffle=False)
+    return DataLoader(data, batch_size=shape.rows, sampler=sampler)
 
 
 def trainer(steps: int, clock: Clock, **layout: Any) -> L.Trainer:
@@ -104,7 +114,7 @@ def trainer(steps: int, clock: Clock, **layout: Any) -> L.Trainer:
     return L.Trainer(
         strategy=HybridStrategy(print_plan=False, **layout),
         accelerator="cpu",
-        devices=2,
+        devices=dist.get_world_size(),
         max_steps=steps + LEFT_OUT,
         callbacks=[clock],
         logger=False,
@@ -126,21 +136,23 @@ def times_of(step: Callable[[Any], Any], batches: list[Any]) -> tuple[list[float
     return times, result
 
 
-def machine() -> str:
+def machine(ranks: int = 2) -> str:
     """Returns what a report says about where it was made."""
     return (
-        f"two gloo processes with one thread each, {platform.machine()}, {os.cpu_count()} cores, "
+        f"{ranks} gloo processes with one thread each, {platform.machine()}, {os.cpu_count()} cores, "
         f"torch {torch.__version__}"
     )
 
 
-def _worker(rank: int, store: str, race: Callable[[int, int], Any], turns: int, steps: int, queue: Any) -> None:
+def _worker(
+    rank: int, ranks: int, store: str, race: Callable[[int, int], Any], turns: int, steps: int, queue: Any
+) -> None:
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     torch.set_num_threads(1)
-    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1",
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1",
                       MASTER_PORT="0", NODE_RANK="0")  # fmt: skip
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     found = race(turns, steps)
     if rank == 0:
         queue.put(found)
@@ -148,33 +160,42 @@ def _worker(rank: int, store: str, race: Callable[[int, int], Any], turns: int, 
     dist.destroy_process_group()
 
 
-def main(title: str, race: Callable[[int, int], Any], report: Callable[[Any, int, int], str]) -> None:
+def main(
+    title: str, race: Callable[[int, int], Any], report: Callable[[Any, int, int], str], sizes: Sequence[int] = (2,)
+) -> None:
     """Runs a benchmark as its command line asks.
 
     Args:
         title: for the help.
         race: called on both ranks with the numbers of turns and of steps in each; a function of a module.
         report: what rank 0 found, turns and steps -> text.
+        sizes: numbers of ranks it can run on; each is run unless the command line names one.
     """
     parser = argparse.ArgumentParser(description=title)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--ranks", type=int, choices=sizes, help="default: all of them, one after another")
     parser.add_argument("--write", type=Path)
     chosen = parser.parse_args()
+    found = [_run(ranks, race, chosen) for ranks in ([chosen.ranks] if chosen.ranks else sizes)]
+    text = "\n".join(report(each, chosen.turns, chosen.steps) for each in found)
+    print(text)
+    if chosen.write:
+        chosen.write.write_text(text, encoding="utf-8")
+
+
+def _run(ranks: int, race: Callable[[int, int], Any], chosen: argparse.Namespace) -> Any:
     context = mp.get_context("spawn")
     queue = context.Queue()
     with tempfile.TemporaryDirectory() as folder:
         store = os.path.join(folder, "store")
         processes = [
-            context.Process(target=_worker, args=(rank, store, race, chosen.turns, chosen.steps, queue))
-            for rank in range(2)
+            context.Process(target=_worker, args=(rank, ranks, store, race, chosen.turns, chosen.steps, queue))
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
         found = queue.get(timeout=TIMEOUT_S)
         for process in processes:
             process.join(60)
-    text = report(found, chosen.turns, chosen.steps)
-    print(text)
-    if chosen.write:
-        chosen.write.write_text(text, encoding="utf-8")
+    return found

@@ -17,14 +17,15 @@ _HEAD = """# One process against two: models as they are
 Command: `ZOO_SITE=<folder> python -m benchmarks.zoo --write benchmarks/results/zoo.md`, where the folder comes from
 `pip install --no-deps --target <folder> timm torchvision pillow` ({versions}; {cores} CPU cores).
 
-Two steps of SGD with clipping, the same global batch of four rows, random weights, dropout off, fp32, gloo on the CPU.
-*Equal*: losses, each gradient before clipping, the factor of clipping and the weights at the end within 1e-5 of one
-process, relative to their own largest element (gradients: at least to a tenth of the model's largest gradient element;
-weights: at least to 0.1). *64-bit*: equal in 64-bit numbers under the same bound, where fp32 rounds more coarsely than
-that. *As accumulated*: equal to one process that accumulates the same parts (the loss is not a mean over rows). *Whole
-batch*: equal with one micro-batch, for the same reason. *Not sharded*: no linear layers open and close a region, so
-tensor parallel is refused; "0 regions" means that the vocabulary alone is sharded. Batch norms: `sync_batchnorm=True`;
-pipelines with them take the batch in one micro-batch.
+Two steps of SGD with clipping, the same global batch of four rows, random weights, dropout off, fp32, gloo on the
+CPU. *Equal*: losses, each gradient before clipping, the factor of clipping and the weights at the end within 1e-5 of
+one process, relative to their own largest element (gradients: at least to a tenth of the model's largest gradient
+element; weights: at least to 0.1). *64-bit*: equal in 64-bit numbers under the same bound, where fp32 rounds more
+coarsely than that. *Within its own rounding*: one process whose first weights are moved by 5e-7 of themselves differs
+by more from one process than the layout does. *As accumulated*: equal to one process that accumulates the same parts
+(the loss is not a mean over rows). *Whole batch*: equal with one micro-batch, for the same reason. *Not sharded*: no
+linear layers open and close a region, so tensor parallel is refused; "0 regions" means that the vocabulary alone is
+sharded. Batch norms: `sync_batchnorm=True`; pipelines with them take the batch in one micro-batch.
 """
 
 

@@ -45,7 +45,9 @@ class TensorCutter:
 
     def cut_and_hold(self, top: nn.Module) -> None:
         """Does the same where fully_shard does not show whole parameters to the code: see ``HeldShard``."""
-        for parameter in list(top.parameters()):
+        waiting = list(top.parameters())[::-1]
+        while waiting:
+            parameter = waiting.pop()  # so that each whole is freed before the next is cut
             if isinstance(parameter, DTensor) or id(parameter) not in self._names:
                 continue
             stored = self._stored(parameter)

@@ -35,19 +35,10 @@ _SHARED_PACKAGES = ("torch.distributed", "lightning.", "lightning_fabric.", "pyt
 """Objects of these packages that are no modules (trainer, strategies, meshes, process groups) belong to the process."""
 
 
-class FakeCopier:
-    """Copies object graphs so that every tensor in them becomes fake, once, however many names it has."""
+class Copier:
+    """Copies object graphs so that every tensor in them is copied once, however many names it has; values are kept."""
 
-    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
-        """Starts with an empty memory.
-
-        Args:
-            mode: the fake mode that owns the new tensors.
-            device: where all fake tensors live.
-        """
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self._mode = mode
-        self._device = device
+    def __init__(self) -> None:
         self._memo: dict[int, Any] = {}
         self._alive: list[Any] = []
 
@@ -55,17 +46,13 @@ class FakeCopier:
         """Makes ``replacement`` appear in every copy where ``original`` would."""
         self._remember(original, replacement)
 
-    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns every fake tensor made so far with the tensor it stands for."""
-        return self._pairs
-
     def copy(self, value: Any) -> Any:
-        """Returns ``value`` with fake tensors; what cannot be copied is referred to instead."""
+        """Returns ``value`` with copied tensors; what cannot be copied is referred to instead."""
         key = id(value)
         if key in self._memo:
             return self._memo[key]
         if isinstance(value, torch.Tensor):
-            return self._remember(value, self._fake(value))
+            return self._remember(value, self._tensor(value))
         if isinstance(value, types.FunctionType) and _encloses_tensors(value):
             return self._copy_function(value)
         if isinstance(value, _ATOMIC) or self._is_shared(value):
@@ -88,21 +75,18 @@ class FakeCopier:
         self._alive.append(original)  # its id must not be given to another object while the memo lives
         return replacement
 
-    def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.detach()
-        fake: torch.Tensor
-        if plain.device == self._device:
-            fake = self._mode.from_tensor(plain, static_shapes=True)
-        else:
-            with self._mode:
-                fake = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device=self._device)
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._like(tensor, tensor.detach().clone())
+
+    @staticmethod
+    def _like(tensor: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        """Returns a tensor of the same kind and with the same marks."""
         if isinstance(tensor, nn.Parameter):
-            fake = nn.Parameter(fake, requires_grad=tensor.requires_grad)
-            fake.__dict__.update(tensor.__dict__)
+            made = nn.Parameter(made, requires_grad=tensor.requires_grad)
+            made.__dict__.update(tensor.__dict__)
         elif tensor.requires_grad:
-            fake.requires_grad_()
-        self._pairs.append((fake, tensor))
-        return fake
+            made.requires_grad_()
+        return made
 
     def _copy_function(self, function: types.FunctionType) -> types.FunctionType:
         """Returns the function over copies of what it encloses, or a patched forward would run the original module."""
@@ -153,6 +137,38 @@ class FakeCopier:
         for key, item in pairs or ():
             result[self.copy(key)] = self.copy(item)
         return result
+
+
+class FakeCopier(Copier):
+    """Copies object graphs so that every tensor in them becomes fake, once, however many names it has."""
+
+    def __init__(self, mode: FakeTensorMode, device: torch.device) -> None:
+        """Starts with an empty memory.
+
+        Args:
+            mode: the fake mode that owns the new tensors.
+            device: where all fake tensors live.
+        """
+        super().__init__()
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._mode = mode
+        self._device = device
+
+    def pairs(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Returns every fake tensor made so far with the tensor it stands for."""
+        return self._pairs
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        plain = tensor.detach()
+        fake: torch.Tensor
+        if plain.device == self._device:
+            fake = self._mode.from_tensor(plain, static_shapes=True)
+        else:
+            with self._mode:
+                fake = torch.empty_strided(plain.size(), plain.stride(), dtype=plain.dtype, device=self._device)
+        fake = self._like(tensor, fake)
+        self._pairs.append((fake, tensor))
+        return fake
 
 
 def _encloses_tensors(function: types.FunctionType) -> bool:

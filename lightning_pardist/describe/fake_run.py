@@ -2,27 +2,26 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from lightning_pardist.base.torch_api import FakeTensorMode
 from lightning_pardist.describe.assemble import assemble_profile
+from lightning_pardist.describe.entries import Entry, call_entry, losses_of, trainer_of
 from lightning_pardist.describe.fake_copy import FakeCopier, lower_parameters
 from lightning_pardist.describe.known_values import Fact, KnownValues
 from lightning_pardist.describe.questions import Questions
-from lightning_pardist.describe.record import StepRecorder, named_tensors
+from lightning_pardist.describe.record import StepRecorder
 from lightning_pardist.describe.stacks import candidate_blocks
 from lightning_pardist.describe.stand_ins import give_services
 from lightning_pardist.specs.model_profile import ModelProfile
 
-Entry = Literal["training_step", "forward"]
 Observer = Callable[[nn.Module, Any], AbstractContextManager[object]]
 Prepare = Callable[[nn.Module, StepRecorder], None]
 """Changes the fake module before its step."""
@@ -59,7 +58,7 @@ class FakeRun:
         self._assumptions: dict[str, None] = {}
         self._known = KnownValues(self._mode, self.assume)
         copier = FakeCopier(self._mode, self._device)
-        trainer = _trainer_of(module)
+        trainer = trainer_of(module)
         if trainer is not None:
             copier.stand_in(trainer, None)
         for tensor in (*module.parameters(), *module.buffers()):
@@ -108,22 +107,12 @@ class FakeRun:
 
     def _step(self) -> None:
         with self._autocast():
-            output = self._call()
+            output = call_entry(self._module, self._batch, self._entry)
         if self._entry == "training_step" and not getattr(self._module, "automatic_optimization", True):
             return  # it has called backward itself
-        losses = _losses(output, only_loss=self._entry == "training_step")
+        losses = losses_of(output, only_loss=self._entry == "training_step")
         if losses:
             torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
-
-    def _call(self) -> Any:
-        module, batch = self._module, self._batch
-        if self._entry == "training_step":
-            batch = _transferred(module, batch)
-            takes_index = _takes_index(module.training_step)
-            return module.training_step(batch, 0) if takes_index else module.training_step(batch)
-        if isinstance(batch, Mapping):
-            return module(**batch)
-        return module(*batch) if isinstance(batch, tuple) else module(batch)
 
     def _autocast(self) -> Any:
         if self._autocast_dtype is None:
@@ -136,44 +125,6 @@ class FakeRun:
     def assume(self, what: str) -> None:
         """Notes something that the run takes for granted."""
         self._assumptions[what] = None
-
-
-def _trainer_of(module: nn.Module) -> Any | None:
-    try:
-        return getattr(module, "trainer", None)
-    except RuntimeError:  # Lightning's way of saying that there is none
-        return None
-
-
-def _transferred(module: Any, batch: Any) -> Any:
-    """Returns the batch after the module's own hooks around the move to the device."""
-    for hook in ("on_before_batch_transfer", "on_after_batch_transfer"):
-        if callable(getattr(module, hook, None)):
-            batch = getattr(module, hook)(batch, 0)
-    return batch
-
-
-def _takes_index(training_step: Any) -> bool:
-    parameters = [
-        parameter
-        for parameter in inspect.signature(training_step).parameters.values()
-        if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD, parameter.VAR_POSITIONAL)
-    ]
-    return len(parameters) > 1 or any(p.kind is p.VAR_POSITIONAL for p in parameters)
-
-
-def _losses(output: Any, *, only_loss: bool) -> list[torch.Tensor]:
-    """Returns the tensors that backward starts from: the loss, or every output when a forward has none."""
-    loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
-    if only_loss and isinstance(output, torch.Tensor):
-        loss = output
-    if isinstance(loss, torch.Tensor):
-        candidates = [loss]
-    elif only_loss:
-        candidates = []
-    else:
-        candidates = [tensor for _, tensor in named_tensors(output)]
-    return [tensor for tensor in candidates if tensor.requires_grad]
 
 
 @contextmanager

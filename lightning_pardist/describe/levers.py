@@ -12,7 +12,7 @@ from torch import nn
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.recomputing import Recomputation, recompute_block
 from lightning_pardist.base.torch_api import OpOverload
-from lightning_pardist.describe.fake_run import Entry
+from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.profile import profile_prepared
 from lightning_pardist.describe.record import StepRecorder
 from lightning_pardist.specs.model_profile import ModelProfile

@@ -12,7 +12,7 @@ from torch import nn
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.describe.blame import blame
-from lightning_pardist.describe.fake_run import Entry
+from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.profile import observe_step
 from lightning_pardist.describe.roles_solve import solve
 from lightning_pardist.describe.roles_trace import TraceRecorder
@@ -58,5 +58,5 @@ def derive_roles(
                 change="change that line so that it does not need a tensor's value, or give an explicit plan",
             )
         ) from error
-    roles = solve(recorders[-1].trace, type(module).__name__)
+    roles = solve(recorders[-1].trace, module, profile.stacks)
     return replace(roles, assumptions=profile.assumptions, seconds=time.perf_counter() - started)

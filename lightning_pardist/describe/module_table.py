@@ -22,6 +22,9 @@ def module_table(module: nn.Module, called: Collection[str] | None = None) -> Mo
     metrics = [name for name, child in module.named_modules() if isinstance(child, Metric)]
     ran = frozenset(called or ())
     nodes = []
+    names: dict[int, list[str]] = {}
+    for name, child in module.named_modules(remove_duplicate=False):
+        names.setdefault(id(child), []).append(name)
     for name, child in module.named_modules():
         own = child.named_parameters(recurse=False, remove_duplicate=False)
         nodes.append(
@@ -32,6 +35,7 @@ def module_table(module: nn.Module, called: Collection[str] | None = None) -> Mo
                 is_called=name in ran,
                 is_metric=any(name == metric or name.startswith(metric + ".") for metric in metrics),
                 is_batch_norm=is_batch_norm(child),
+                aliases=tuple(names[id(child)][1:]),
             )
         )
     return ModuleTable(nodes=tuple(nodes))

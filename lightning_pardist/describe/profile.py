@@ -15,7 +15,8 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.base.torch_api import DataDependentOutputException, DynamicOutputShapeException
 from lightning_pardist.describe.assemble import assemble_profile
 from lightning_pardist.describe.blame import blame
-from lightning_pardist.describe.fake_run import Entry, FakeRun, FakeRunRequest, Observer, Prepare, Reshape
+from lightning_pardist.describe.entries import Entry
+from lightning_pardist.describe.fake_run import FakeRun, FakeRunRequest, Observer, Prepare, Reshape
 from lightning_pardist.describe.libraries import fakes_pass_for_real, libraries_ask_for_fakes
 from lightning_pardist.describe.questions import UnknownNumber, UnknownValueError
 from lightning_pardist.describe.record import named_tensors

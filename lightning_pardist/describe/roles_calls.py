@@ -173,7 +173,8 @@ def _needs(event: Event, sharing: Sharing, state: State) -> ShardCall | None:
         call = replace(call, slices=tuple(_slices(event, sharing, state)))
     elif event.name == "repeat_interleave":
         call = _times(call, event, sharing, state)
-    if event.name not in _LINEAR and event.name not in _LOOK:
+    is_layer = event.name in _LINEAR and any(state.tag(tensor).weights for tensor in inputs)
+    if not is_layer and event.name not in _LOOK:
         call = replace(call, met=tuple(_met(event, inputs, sharing, state)))
     if event.name in _RANDOM and outs:
         call = replace(call, is_random=True)
@@ -275,7 +276,7 @@ def _cuts_of(event: Event, x: torch.Tensor) -> Iterator[tuple[int, int, int]]:
 
 
 def _met(event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: State) -> Iterator[MetTensor]:
-    """Yields the whole tensors that an elementwise result, or a mask or bias of attention, takes a share of."""
+    """Yields the whole tensors that a result in shares is made of: its operands, a mask or bias of attention."""
     if not any(sharing.is_shared(tensor) for tensor in inputs):
         return
     outs = [out for out in results(event) if sharing.is_shared(out)]
@@ -289,11 +290,22 @@ def _met(event: Event, inputs: Sequence[torch.Tensor], sharing: Sharing, state: 
         dims = tuple(
             replace(shared[from_right], dim=from_right)
             for from_right in shared
-            if -from_right <= tensor.dim() and tensor.shape[from_right] == out.shape[from_right] != 1
+            if -from_right <= tensor.dim()
+            and tensor.shape[from_right] == out.shape[from_right] != 1
+            and _is_aligned(event, position, from_right, inputs)
         )
         needs_gradient = tensor.requires_grad and not state.tag(tensor).weights
         if dims or needs_gradient:
             yield MetTensor(position=position, dims=dims, needs_gradient=needs_gradient)
+
+
+def _is_aligned(event: Event, position: int, from_right: int, inputs: Sequence[torch.Tensor]) -> bool:
+    """Returns whether a dim of an argument is the result's dim in the same place; a product sums over one of each."""
+    if event.name not in _LINEAR:
+        return True
+    if event.name not in ("matmul", "bmm") or any(tensor.dim() < 2 for tensor in inputs):
+        return False
+    return from_right != (-1, -2)[position]
 
 
 def quiet_modules(trace: Trace, calls: Iterable[ShardCall]) -> tuple[str, ...]:

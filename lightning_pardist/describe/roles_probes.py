@@ -32,17 +32,22 @@ def region_probes(
         )
         if owner and owner in trace.module_calls and kind not in seen:
             seen.add(kind)
-            call = trace.module_calls[owner]
-            kwargs = {key: _leaf(item) for key, item in call.kwargs.items()}
-            names = tuple(p.name for index in inside for p in regions[index].parameters)
-            yield RegionProbe(
-                module=owner,
-                regions=inside,
-                parameters=names,
-                args=tuple(map(_leaf, call.args)),
-                kwargs=kwargs,
-                shared_outputs=tuple(_shared_outputs(call.output, sharing, inside)),
-            )
+            yield region_probe(trace, owner, inside, regions, sharing)
+
+
+def region_probe(
+    trace: Trace, owner: str, inside: tuple[int, ...], regions: Sequence[TensorRegion], sharing: Sharing
+) -> RegionProbe:
+    """Returns how a module was called, with the regions that lie in it as a whole."""
+    call = trace.module_calls[owner]
+    return RegionProbe(
+        module=owner,
+        regions=inside,
+        parameters=tuple(p.name for index in inside for p in regions[index].parameters),
+        args=tuple(map(_leaf, call.args)),
+        kwargs={key: _leaf(item) for key, item in call.kwargs.items()},
+        shared_outputs=tuple(_shared_outputs(call.output, sharing, inside)),
+    )
 
 
 def _shared_outputs(output: Any, sharing: Sharing, regions: Sequence[int]) -> Iterator[SharedOutput]:

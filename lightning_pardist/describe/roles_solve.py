@@ -8,8 +8,12 @@ replicated each time, so this ends; two to four passes are usual.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from torch import nn
 
 from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, find, shard_parts, size_of
+from lightning_pardist.describe.roles_blocks import stack_probes
 from lightning_pardist.describe.roles_calls import Sharing, quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
 from lightning_pardist.describe.roles_exchanges import exchanges
@@ -19,21 +23,32 @@ from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
 from lightning_pardist.describe.roles_state import RULES, State, Use
 from lightning_pardist.describe.roles_trace import Event, Trace
+from lightning_pardist.specs.model_profile import StackProfile
 from lightning_pardist.specs.tensor_roles import ShardedParameter, TensorRegion, TensorRole, TensorRoles, WeightRole
 
 _RULES_ARE_LOADED = (contract, elementwise, normalisation)
 """The modules of rules fill ``RULES`` when they are imported."""
 
 
-def solve(trace: Trace, module_class: str) -> TensorRoles:
-    """Returns the roles of all weights that the trace used in a linear layer or an embedding."""
+def solve(trace: Trace, module: nn.Module, stacks: Sequence[StackProfile]) -> TensorRoles:
+    """Returns the roles of all weights that the trace used in a linear layer or an embedding.
+
+    Args:
+        trace: of one step.
+        module: whose step it was; its class and those inside are looked at only.
+        stacks: of its blocks.
+    """
     reasons: dict[str, str] = {}
+    unknown: dict[str, Event] = {}
     while True:
         state = _pass(trace, reasons)
+        unknown = state.unknown | unknown
         chosen = _chosen(state.uses)
         failed = _failures(state, chosen, reasons)
         if not failed:
-            return _Assembler(trace, state, chosen, reasons).roles(module_class)
+            # The last pass does not reach what has made the layers before it whole.
+            state.unknown |= {n: e for n, e in unknown.items() if any(f" {n}" in why for why in reasons.values())}
+            return _Assembler(trace, state, chosen, reasons).roles(module, stacks)
         reasons |= failed
 
 
@@ -128,7 +143,7 @@ class _Assembler:
         self._sharing = Sharing(state, self._groups, [self._repeat(classes) for classes in self._groups])
         self._biases = added_biases(trace, state)
 
-    def roles(self, module_class: str) -> TensorRoles:
+    def roles(self, module: nn.Module, stacks: Sequence[StackProfile]) -> TensorRoles:
         """Returns everything that was found."""
         linears: dict[str, None] = {}
         for use in self._state.uses:
@@ -139,8 +154,8 @@ class _Assembler:
         weights = [self._weight(name, name in linears, vocabulary) for name in {**tables, **linears}]
         calls = tuple(shard_calls(self._trace, self._sharing, self._state))
         regions = tuple(self._region(index, classes) for index, classes in enumerate(self._groups))
-        return TensorRoles(
-            module_class=module_class,
+        roles = TensorRoles(
+            module_class=type(module).__name__,
             weights=tuple(weights),
             regions=regions,
             region_members=tuple(region_members(region, calls) for region in regions),
@@ -149,8 +164,10 @@ class _Assembler:
             exchanges=tuple(exchanges(self._trace, weights)),
             quiet_modules=quiet_modules(self._trace, calls),
             partial_parameters=tuple(partial_parameters(self._trace, self._sharing, self._state)),
-            unknown_functions=tuple(self._state.unknown),
+            unknown_functions=tuple((n, self._trace.module_of(event)) for n, event in self._state.unknown.items()),
         )
+        probes = stack_probes(module, self._trace, stacks, roles, self._sharing)
+        return replace(roles, stack_probes=tuple(probes))
 
     def _is_weight(self, name: str) -> bool:
         """True for what is a matrix (or a stack of them); scales that a weight is made with are not."""

@@ -51,8 +51,8 @@ class State:
     parameters: dict[str, tuple[Axis, ...]] = field(default_factory=dict)
     uses: list[Use] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
-    unknown: dict[str, None] = field(default_factory=dict)
-    """Names of functions without a rule that met a dim which could have been sharded."""
+    unknown: dict[str, Event] = field(default_factory=dict)
+    """Functions without a rule that met a dim which could have been sharded, with the first such call."""
     scored: list[Axis] = field(default_factory=list)
     """Axes over which a cross entropy was taken, or that left the module."""
     _tags: dict[int, Tag] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class State:
         for tensor in tensors_in((event.args, event.kwargs)):
             for dim in self.tag(tensor).dims:
                 if any(is_live(axis) for axis in axes(dim)):
-                    self.unknown[event.name] = None
+                    self.unknown.setdefault(event.name, event)
                 stop(dim, reason)
         for tensor in tensors_in(event.out):
             self.put(tensor, [(int(size),) for size in tensor.shape])

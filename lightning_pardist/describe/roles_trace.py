@@ -70,6 +70,12 @@ class Trace:
     outputs: list[torch.Tensor] = field(default_factory=list)
     """Tensors that leave the module, for a run of its forward."""
 
+    def module_of(self, event: Event) -> str:
+        """Returns the name of the module whose forward made a call; for what was not seen, of the call after it."""
+        index = next(i for i, other in enumerate(self.events) if other is event)
+        later = (call for call in self.calls if call.event is not None and call.event >= index and call.modules)
+        return next((call.modules[-1] for call in later), "")
+
 
 class TraceRecorder(TorchFunctionMode):
     """Active in the forward pass, above every other mode: sees calls as user code makes them."""

@@ -15,6 +15,7 @@ from lightning_pardist.base.batch_norm import is_batch_norm
 from lightning_pardist.base.nested import map_leaves
 from lightning_pardist.base.torch_api import FakeTensorMode, checkpoints_without_reentry
 from lightning_pardist.describe.dataflow import AllSeen, FlowRecorder
+from lightning_pardist.describe.entries import trainer_of
 from lightning_pardist.describe.fake_copy import FakeCopier
 from lightning_pardist.describe.profile import observe_step
 from lightning_pardist.describe.sample import keep_rng_state
@@ -26,7 +27,7 @@ class _WeightlessCopier(FakeCopier):
 
     gather_dtype: torch.dtype | None = None
 
-    def _fake(self, tensor: Tensor) -> Tensor:
+    def _tensor(self, tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter):
             return tensor
         dtype = self.gather_dtype if self.gather_dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -71,7 +72,7 @@ class Skeleton:
         self._gather_dtype = gather_dtype
         copier = _WeightlessCopier(FakeTensorMode(), device)
         copier.gather_dtype = gather_dtype
-        trainer = _trainer_of(module)
+        trainer = trainer_of(module)
         if trainer is not None:
             copier.stand_in(trainer, None)
         self._module: nn.Module = copier.copy(module)
@@ -101,7 +102,7 @@ class Skeleton:
         live = self._live()
         assert live is not None
         self._follow(live)
-        trainer = _trainer_of(live)
+        trainer = trainer_of(live)
         recorders: list[FlowRecorder] = []
 
         def observe(fake: nn.Module, _batch: Any) -> AbstractContextManager[object]:
@@ -191,10 +192,3 @@ def _run_entry(
     for name, function in replaced.items():
         if hasattr(type(fake), name):
             object.__setattr__(fake, name, function)
-
-
-def _trainer_of(module: nn.Module) -> Any | None:
-    try:
-        return getattr(module, "trainer", None)
-    except RuntimeError:  # Lightning's way of saying that there is none
-        return None

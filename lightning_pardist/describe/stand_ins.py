@@ -66,16 +66,30 @@ class TrainerStandIn:
 
 
 def give_services(
-    module: nn.Module, trainer: Any | None, backward: Callable[..., None], assume: Callable[[str], None]
+    module: nn.Module,
+    trainer: Any | None,
+    backward: Callable[..., None],
+    assume: Callable[[str], None],
+    log: Callable[[str, Any], None] | None = None,
 ) -> None:
-    """Gives the fake ``module`` and its submodules everything in a step that Lightning would.
+    """Gives the copy and its submodules everything in a step that Lightning would.
 
     Args:
-        module: the fake copy.
+        module: the copy.
         trainer: the trainer of the original, or None.
         backward: what ``manual_backward`` calls.
         assume: told when a metric's value is replaced.
+        log: told what the step logs, if anybody wants to know.
     """
+
+    def log_one(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if log is not None:
+            log(name, value)
+
+    def log_all(values: Mapping[str, Any], *args: Any, **kwargs: Any) -> None:
+        for name, value in values.items():
+            log_one(name, value)
+
     stand_in = TrainerStandIn(trainer, module)
     optimizers = _Optimizers(module, stand_in)
     for child in module.modules():
@@ -85,7 +99,7 @@ def give_services(
             setattr(child, "trainer", stand_in)  # noqa: B010
             _set(
                 child,
-                log=_nothing, log_dict=_nothing, print=_nothing, clip_gradients=_nothing,
+                log=log_one, log_dict=log_all, print=_nothing, clip_gradients=_nothing,
                 all_gather=lambda data, *args, **kwargs: data,
                 manual_backward=backward,
                 optimizers=optimizers.get,

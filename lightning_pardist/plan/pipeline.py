@@ -2,44 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from itertools import pairwise
 
-from lightning_pardist.base.errors import message
+from lightning_pardist.plan.pipeline_input import PipelineInput, refusal
+from lightning_pardist.plan.pipeline_microbatches import few_microbatches, plan_microbatches
 from lightning_pardist.plan.pipeline_split import BlockCosts, block_costs, even_split, given_split, stage_cost
-from lightning_pardist.plan.schedule_simulator import Simulation, simulate
-from lightning_pardist.specs.model_profile import ModelProfile, ParameterProfile
-from lightning_pardist.specs.module_table import ModuleTable
-from lightning_pardist.specs.pipeline_options import PipelineOptions
-from lightning_pardist.specs.pipeline_plan import Dataflow, Orders, PipelinePlan, StagePlan
-
-_UNKNOWN_ROWS_PER_RANK = 4
-"""Micro-batches per rank if nobody knows the size of a batch."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ScheduleTable:
-    """What the planner must know of schedules, which live with the process groups."""
-
-    orders: Callable[[str, int, int, int], Orders]
-    """Given a schedule's name, ranks, stages per rank and micro-batches; raises ValueError if it cannot run them."""
-    rank_of_stage: Callable[[str, int, int], int]
-    """Given a schedule's name, a stage and the number of ranks."""
-    custom: Orders | None = None
-    """The schedule of a file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PipelineInput:
-    """All that a pipeline plan depends on."""
-
-    table: ModuleTable
-    profile: ModelProfile
-    dataflow: Dataflow
-    options: PipelineOptions
-    ranks: int
-    schedules: ScheduleTable
+from lightning_pardist.specs.model_profile import ParameterProfile
+from lightning_pardist.specs.pipeline_plan import Dataflow, PipelinePlan, StagePlan
 
 
 def plan_pipeline(given: PipelineInput) -> PipelinePlan:
@@ -53,7 +23,7 @@ def plan_pipeline(given: PipelineInput) -> PipelinePlan:
     rank_of_stage = _stage_ranks(given)
     starts = _starts(given, costs, len(rank_of_stage))
     stages = _stages(given, costs, starts, rank_of_stage)
-    microbatches, simulation = _microbatches(given)
+    microbatches, simulation = plan_microbatches(given)
     per_rank = len(stages) // given.ranks
     shares = [stage_cost(costs, s.first, s.stop) for s in stages]
     return PipelinePlan(
@@ -69,7 +39,7 @@ def plan_pipeline(given: PipelineInput) -> PipelinePlan:
         alive=simulation.most_alive(per_rank),
         balance=round(max(shares) * len(shares) / max(sum(shares), 1), 4),
         timeline=simulation.lines(),
-        notes=_notes(given, stages, microbatches),
+        notes=_notes(given, stages, microbatches, simulation.idle_share),
     )
 
 
@@ -226,81 +196,18 @@ def _foreign_buffers(given: PipelineInput, stages: Sequence[StagePlan]) -> tuple
     return tuple(found)
 
 
-# ---- micro-batches
-
-
-def _microbatches(given: PipelineInput) -> tuple[int, Simulation]:
-    options, schedules = given.options, given.schedules
-    rows = given.profile.batch_rows
-    if schedules.custom is not None:
-        count = 1 + max(micro for actions in schedules.custom.values() for _, _, micro in actions)
-        return count, _simulated(given, schedules.custom)
-    asked = options.num_microbatches
-    if asked != "auto":
-        orders = _orders(given, asked)
-        if isinstance(orders, str):
-            raise refusal(
-                "The schedule must be able to run the number of micro-batches.",
-                got=f"schedule={options.schedule}, num_microbatches={asked} on {given.ranks} rank(s): {orders}",
-                change="use another number, 'auto', or the schedule 'gpipe', which runs any",
-            )
-        return asked, simulate(orders)
-    limit = rows or _UNKNOWN_ROWS_PER_RANK * given.ranks
-    best: tuple[int, Simulation] | None = None
-    for count in _candidates(limit):
-        orders = _orders(given, count)
-        if isinstance(orders, str):
-            continue
-        best = count, simulate(orders)
-        if best[1].idle_share <= options.most_idle:
-            break
-    if best is None:
-        raise refusal(
-            "A batch must have enough rows for the schedule's micro-batches.",
-            got=f"{limit} row(s) per batch, schedule={options.schedule} on {given.ranks} rank(s)",
-            source="the data loader's batch size and the strategy's argument pipeline",
-            change="use a larger batch, fewer stages, or the schedule 'gpipe' or 'looped_bfs', which run any number",
-        )
-    return best
-
-
-def _candidates(limit: int) -> list[int]:
-    """Numbers of micro-batches to try, even parts first: uneven ones wait for each other."""
-    even = [n for n in range(1, limit + 1) if limit % n == 0]
-    return even if len(even) > 2 else list(range(1, limit + 1))
-
-
-def _orders(given: PipelineInput, count: int) -> Orders | str:
-    try:
-        return given.schedules.orders(given.options.schedule, given.ranks, given.options.virtual_stages, count)
-    except ValueError as error:
-        return str(error)
-
-
-def _simulated(given: PipelineInput, orders: Orders) -> Simulation:
-    try:
-        return simulate(orders)
-    except ValueError as error:
-        raise refusal(
-            "A schedule must be able to run to its end.",
-            got=str(error),
-            source=given.options.schedule,
-            change="order the actions so that every one's input is computed before it",
-        ) from error
-
-
 # ---- words
 
 
-def _notes(given: PipelineInput, stages: Sequence[StagePlan], microbatches: int) -> tuple[str, ...]:
+def _notes(given: PipelineInput, stages: Sequence[StagePlan], microbatches: int, idle_share: float) -> tuple[str, ...]:
     by_name = {p.name: p for p in given.profile.parameters}
     notes = []
     for name, ranks in _shared(given, stages):
         notes.append(f"{name} lives on pipeline ranks {', '.join(map(str, ranks))}: {_why(by_name[name])}")
     if len(notes) > 6:
         notes = [*notes[:5], f"and {len(notes) - 5} more parameters live on several ranks"]
-    if microbatches == 1:
-        notes.append("one micro-batch: stages work one after the other, for the step sees the whole batch at once")
+    if microbatches < given.ranks:
+        notes.append(few_microbatches(microbatches, given.ranks, idle_share))
     if given.profile.batch_rows is None:
         notes.append("the size of a batch is not known, so the number of micro-batches is a guess")
     return tuple(notes)
@@ -310,8 +217,3 @@ def _why(parameter: ParameterProfile) -> str:
     if parameter.is_tied:
         return "tied, its gradients are summed"
     return "what is made of it is made again where it is needed, its gradients are summed"
-
-
-def refusal(rule: str, *, got: str, change: str, source: str = "the module's step, run on fake tensors") -> ValueError:
-    """Returns an error in four parts."""
-    return ValueError(message(rule, got=got, source=source, change=change))

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fnmatch import fnmatchcase
-from typing import Literal, cast
+from typing import Literal
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.plan.tensor_layouts import lay_out, too_few_units, with_tied_regions
+from lightning_pardist.plan.tensor_words import matches, weight_words, word_of
 from lightning_pardist.specs.tensor_plan import RegionFit, TensorPlan, TensorPlanEntry
-from lightning_pardist.specs.tensor_roles import ROLES, TensorRegion, TensorRole, TensorRoles, WeightRole
+from lightning_pardist.specs.tensor_roles import TensorRegion, TensorRole, TensorRoles, WeightRole
+from lightning_pardist.specs.tensor_words import OWNER, Given, Source
 
-Source = Literal["explicit", "module", "derived"]
-_OWNER: dict[Source, str] = {
-    "explicit": "the strategy's `plan`",
-    "module": "the module's `tensor_parallel_plan()`",
-    "derived": "the flow of data",
-}
+_INSIDE = ("column", "fused_column", "row")
+"""Words for what opens and closes regions."""
 
 
 @dataclass(frozen=True)
 class _Decision:
     weight: WeightRole
     role: TensorRole
-    source: Source
+    source: Literal["explicit", "module", "derived"]
     parts: tuple[int, ...]
     note: str
 
@@ -33,8 +30,8 @@ def make_tensor_plan(
     roles: TensorRoles,
     *,
     size: int,
-    explicit: Mapping[str, str] | None = None,
-    module_plan: Mapping[str, str] | None = None,
+    explicit: Mapping[str, Given] | None = None,
+    module_plan: Mapping[str, Given] | None = None,
 ) -> TensorPlan:
     """Returns the plan for a tensor axis of ``size`` ranks.
 
@@ -44,7 +41,8 @@ def make_tensor_plan(
     Args:
         roles: what the flow of data says.
         size: ranks of the tensor axis.
-        explicit: module name pattern -> word; ``*`` stands for one part of a name (``"model.layers.*.mlp.up_proj"``).
+        explicit: module name pattern -> word or style of torch; ``*`` stands for one part of a name
+            (``"model.layers.*.mlp.up_proj"``). Words about the sequence are none of this function's.
         module_plan: the same, from the module itself.
 
     Raises:
@@ -53,10 +51,10 @@ def make_tensor_plan(
     """
     assert size >= 1
     named: dict[str, tuple[TensorRole, Source]] = {}
-    for source, plan in (("module", module_plan), ("explicit", explicit)):
-        for pattern, word in (plan or {}).items():
-            for name in _matching(pattern, word, cast(Source, source), roles):
-                named[name] = cast(TensorRole, word), cast(Source, source)
+    for pattern, given, source in weight_words({"module": module_plan, "explicit": explicit}):
+        for weight in _matching(pattern, source, roles):
+            named[weight.name] = word_of(pattern, given, weight.kind, source), source
+    _check_pairs(roles, named)
     taken_out = [weight for weight in roles.weights if weight.name in named and named[weight.name][0] == "replicate"]
     broken = {weight.region: weight.name for weight in taken_out if weight.region is not None}
     broken_why = {index: f"{name} of its region is replicated" for index, name in broken.items()}
@@ -81,33 +79,19 @@ def collapsed(name: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in name.split("."))
 
 
-def _matching(pattern: str, word: str, source: Source, roles: TensorRoles) -> list[str]:
-    if word not in ROLES:
-        raise ValueError(
-            message(
-                "A tensor-parallel plan gives each pattern one of the words " + ", ".join(ROLES) + ".",
-                got=f"{pattern!r}: {word!r}",
-                source=_OWNER[source],
-                change="use one of these words",
-            )
-        )
-    parts = pattern.split(".")
-    found = [weight.name for weight in roles.weights if _matches(parts, weight.name.split("."))]
+def _matching(pattern: str, source: Source, roles: TensorRoles) -> list[WeightRole]:
+    found = [weight for weight in roles.weights if matches(pattern, weight.name)]
     if not found:
         known = list(dict.fromkeys(collapsed(weight.name) for weight in roles.weights))
         raise ValueError(
             message(
                 "Every pattern of a tensor-parallel plan must match a linear layer or an embedding that the step uses.",
                 got=f"{pattern!r}, which matches none in {roles.module_class}",
-                source=_OWNER[source],
+                source=OWNER[source],
                 change=f"correct or remove it; there are: {', '.join(known)}",
             )
         )
     return found
-
-
-def _matches(pattern: Sequence[str], name: Sequence[str]) -> bool:
-    return len(pattern) == len(name) and all(fnmatchcase(part, given) for part, given in zip(name, pattern))
 
 
 def _decide(weight: WeightRole, named: tuple[TensorRole, Source] | None, broken: Mapping[int, str]) -> _Decision:
@@ -127,20 +111,47 @@ def _decide(weight: WeightRole, named: tuple[TensorRole, Source] | None, broken:
 def _check_word(weight: WeightRole, role: TensorRole, source: Source) -> None:
     """Refuses words for which the weight's layout is not known."""
     rule = None
-    if role == "fused_column":
+    if weight.kind == "embedding" and role not in ("vocab", "replicate"):
+        rule = "An embedding has no input features to shard: its rows are shared out with the word vocab."
+    elif role == "fused_column":
         rule = "fused_column needs to know the parts of the weight, which come from how the code splits its output."
     elif role == "column" and weight.role == "fused_column":
         rule = "A fused weight cannot be sharded as one: each of its parts must be spread over the ranks."
-    elif role == "row" and weight.kind == "embedding":
-        rule = "An embedding has no input features to shard: its rows are sharded with the word vocab."
     if rule is not None:
         raise ValueError(
             message(
                 rule,
                 got=f"{role} for {weight.name}, of shape {weight.shape}, derived as {weight.role}"
                 + (f" with parts {weight.parts}" if len(weight.parts) > 1 else ""),
-                source=_OWNER[source],
+                source=OWNER[source],
                 change=f"use {weight.role}" + (", or replicate" if weight.role != "replicate" else ""),
+            )
+        )
+
+
+def _check_pairs(roles: TensorRoles, named: Mapping[str, tuple[TensorRole, Source]]) -> None:
+    """Refuses words that leave a region half sharded: its shares would be taken for whole tensors, or the reverse."""
+    given = [(weight, *named[weight.name]) for weight in roles.weights if weight.name in named]
+    whole = {weight.region: weight.name for weight, role, _ in given if role == "replicate"} | {None: ""}
+    alone = [
+        (w, role, source) for w, role, source in given if w.kind == "linear" and role in _INSIDE and w.region in whole
+    ]
+    for weight, role, source in alone:
+        wanted = ("row",) if role != "row" else ("column", "fused_column")
+        if weight.region is None and any(other in wanted for _, other, _ in alone):
+            continue
+        if weight.region is None:
+            rule = "A column layer must be closed by a row layer, and a row layer opened by a column layer."
+            got = f"{role} for {weight.name}, and no {wanted[0]} layer outside the derived regions"
+        else:
+            rule = "A region is sharded as a whole or not at all."
+            got = f"{role} for {weight.name}, and replicate for {whole[weight.region]} of its region"
+        raise ValueError(
+            message(
+                rule,
+                got=got,
+                source=OWNER[source],
+                change="name both ends, or leave the pattern out: a region of which one layer is replicated is whole",
             )
         )
 
@@ -206,8 +217,15 @@ def _notes(fits: Iterable[RegionFit], decisions: Iterable[_Decision], roles: Ten
     uneven = {d.weight.shape[d.weight.dim or 0] for d in decisions if d.role == "vocab"}
     for length in sorted(length for length in uneven if length % size):
         yield f"vocabulary of {length}: uneven over {size} ranks"
-    if roles.unknown_functions:
-        yield "functions without a rule kept something whole: " + ", ".join(roles.unknown_functions)
+    alone = [d for d in decisions if d.role in _INSIDE and d.weight.region is None]
+    for name in dict.fromkeys(collapsed(d.weight.name) for d in alone):
+        yield f"{name}: taken at the word given for it; the probe does not reach it, verify='full' does"
+    for name, module in roles.unknown_functions:
+        yield (
+            f"{name} in {module or roles.module_class} has no rule for shares, so what it meets is whole: "
+            "leave it so, write it with functions of torch that have one, or name the layers around it in "
+            "TensorOptions(plan=...) and let verify='full' try them"
+        )
 
 
 def _spread(shards: Sequence[int]) -> str:

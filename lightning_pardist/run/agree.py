@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TypeVar
 
@@ -22,6 +22,21 @@ def gather_objects(value: _T, meshes: Meshes | None) -> list[_T]:
     values: list[_T | None] = [None] * dist.get_world_size(meshes.control)
     dist.all_gather_object(values, value, group=meshes.control)
     return values  # type: ignore[return-value]  # every slot is filled by now
+
+
+def on_first_rank(work: Callable[[], _T], meshes: Meshes | None) -> _T:
+    """Returns what rank 0's ``work()`` does, on all ranks; what it raises is raised on all of them."""
+    found: _T | Exception | None = None
+    if meshes is None or dist.get_rank() == 0:
+        try:
+            found = work()
+        except Exception as error:  # every rank must hear of it
+            found = error
+    first = gather_objects(found, meshes)[0]
+    if isinstance(first, Exception):
+        raise first
+    assert first is not None
+    return first
 
 
 def maxima(values: Sequence[int], meshes: Meshes | None) -> list[int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from lightning_pardist.base.axes import PIPELINE_PARALLEL
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.torch_api import tree_flatten
 from lightning_pardist.mesh import Meshes
@@ -30,8 +31,9 @@ class Fingerprint:
     batch_index: int
     batch: int
     """Checksum of the batch."""
-    collectives: dict[str, int]
-    """Axis -> collectives that were started on this rank's group so far."""
+    collectives: dict[str, tuple[int, int]]
+    """Axis -> the first rank of this rank's group, and collectives that were started on the group so far. Stages of a
+    pipeline are left out: they send and receive as the schedule tells each."""
     data_rank: int
     """Ranks of one data rank must read the same batch."""
 
@@ -70,11 +72,15 @@ class Fingerprints:
             for text in _differences(everyone, rank, other):
                 raise self._error(text)
 
-    def _collectives(self) -> dict[str, int]:
+    def _collectives(self) -> dict[str, tuple[int, int]]:
         mesh = self._meshes.world
-        names = mesh.mesh_dim_names or ()
         device = torch.device(mesh.device_type)
-        return {axis: sequence_number(mesh[axis].get_group(), device) for axis in names if mesh[axis].size() > 1}
+        found = {}
+        for axis in mesh.mesh_dim_names or ():
+            if mesh[axis].size() > 1 and axis != PIPELINE_PARALLEL:
+                group = mesh[axis].get_group()
+                found[axis] = min(torch.distributed.get_process_group_ranks(group)), sequence_number(group, device)
+        return found
 
     def _error(self, got: str) -> RanksDifferError:
         return RanksDifferError(
@@ -94,9 +100,10 @@ def _differences(everyone: list[Fingerprint], rank: int, other: Fingerprint) -> 
             f"rank {rank} is at step {other.step}, batch {other.batch_index}; "
             f"rank 0 at step {first.step}, batch {first.batch_index}"
         )
-    for axis, count in other.collectives.items():
-        if count != first.collectives.get(axis, count):
-            yield f"rank {rank} has started {count} collectives on {axis}, rank 0 {first.collectives[axis]}"
+    for axis, (in_group, count) in other.collectives.items():
+        _, expected = everyone[in_group].collectives[axis]
+        if count != expected:
+            yield f"rank {rank} has started {count} collectives on {axis}, rank {in_group} {expected}"
     peer = next(r for r, candidate in enumerate(everyone) if candidate.data_rank == other.data_rank)
     if other.batch != everyone[peer].batch:
         yield f"rank {rank} has another batch than rank {peer} (checksums {other.batch}, {everyone[peer].batch})"

@@ -87,19 +87,29 @@ class SequenceShards:
 
     # ---- the stack ---------------------------------------------------------------------------------------------------
 
-    def watch(self, module: nn.Module, stack: SequenceStack) -> list[Any]:
-        """Installs hooks on the stack's ends and on the modules around its regions; returns their handles."""
+    def watch(self, module: nn.Module, stack: SequenceStack, is_running: Callable[[], bool]) -> list[Any]:
+        """Installs hooks on the stack's ends and on the modules around its regions; returns their handles.
+
+        Args:
+            module: what the stack is in.
+            stack: its blocks.
+            is_running: False while others stand in for them.
+        """
         first, last = module.get_submodule(stack.blocks[0]), module.get_submodule(stack.blocks[-1])
 
         def enter(
             _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
-        ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+            if not is_running():
+                return None
             hidden = args[0] if stack.hidden == "0" else kwargs[stack.hidden]
             with without_function_modes():  # what hooks do is none of the module's own calls, which are counted
                 shard = self._split(hidden, stack.dim)
             return ((shard, *args[1:]), kwargs) if stack.hidden == "0" else (args, {**kwargs, stack.hidden: shard})
 
         def leave(_: nn.Module, args: Any, output: Any) -> Any:
+            if not is_running():
+                return None
             is_tuple = isinstance(output, (tuple, list))
             with without_function_modes():
                 whole = self._whole(output[0] if is_tuple else output)

@@ -150,7 +150,10 @@ class StepRunner:
             self._gather_root()
 
     def follow_toggle(self) -> None:
-        """Notices inside a manual step that ``requires_grad`` changed, for whole copies that are gathered already."""
+        """Notices inside a manual step that ``requires_grad`` changed, for what the user's code sees of parameters."""
+        if self._inside_step:
+            for held in self._model.shards:
+                held.local.requires_grad_(held.stored.requires_grad)
         if self._inside_step and self._model.kind == "shard":
             torch_dist_api.refresh_trainability(self._model.module)
 

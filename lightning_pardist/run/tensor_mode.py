@@ -135,21 +135,21 @@ class TensorMode(TorchFunctionMode):
 
     def _install_sequence(self) -> None:
         for stack in self._plan.sequence_stacks:
-            for part in self._parts(stack):
-                self._handles += self._sequence.watch(self._model.module, part)
+            for part, is_running in self._parts(stack):
+                self._handles += self._sequence.watch(self._model.module, part, is_running)
 
-    def _parts(self, stack: SequenceStack) -> Iterator[SequenceStack]:
+    def _parts(self, stack: SequenceStack) -> Iterator[tuple[SequenceStack, Callable[[], bool]]]:
         """Yields what this rank runs of a stack: whole hidden states cross from one pipeline stage to the next."""
         cut = self._model.pipeline
         if cut is None:
-            yield stack
+            yield stack, lambda: True
             return
         for stage in cut.plan.stages_of(cut.rank):
             blocks = tuple(name for name in stack.blocks if name in stage.blocks)
             if blocks:
                 inside = tuple(f"{block}." for block in blocks)
                 around = tuple(name for name in stack.around_regions if name.startswith(inside))
-                yield replace(stack, blocks=blocks, around_regions=around)
+                yield replace(stack, blocks=blocks, around_regions=around), partial(cut.runs, stage.first)
 
     def _watch(self, module: nn.Module, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
         self._handles.append(module.register_forward_pre_hook(lambda *_: self._enter(calls, names)))
@@ -399,6 +399,11 @@ class TensorMode(TorchFunctionMode):
         """
         shard = self._sequence.closed(tensor, positions)
         return sum_over_ranks(tensor, self._group) if shard is None else shard
+
+
+def alone_on(model: ParallelModel) -> Alone:
+    """Returns what stands for the group of this rank's tensor axis where nothing is to be exchanged."""
+    return Alone(rank_in(_live_group(model)))
 
 
 def _live_group(model: ParallelModel) -> Group:

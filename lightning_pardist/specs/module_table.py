@@ -21,10 +21,14 @@ class ModuleNode:
     is_metric: bool
     """It is, or lies inside, a torchmetrics metric: never sharded, never cast."""
     is_batch_norm: bool
+    aliases: tuple[str, ...] = ()
+    """Its other names: one object may be a child of several modules, such as an encoding that all blocks share."""
 
     def contains(self, other: str) -> bool:
         """True if the module named ``other`` is this one or lies inside it."""
-        return not self.name or other == self.name or other.startswith(self.name + ".")
+        return not self.name or any(
+            other == name or other.startswith(name + ".") for name in (self.name, *self.aliases)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +62,7 @@ class ModuleTable:
         return self._below[name]
 
     def owners(self, parameter: str) -> tuple[str, ...]:
-        """Names of the modules that register a parameter; more than one if it is tied."""
+        """Names of the modules that register a parameter; more than one if it, or its module, is shared."""
         return self._owners.get(parameter, ())
 
     # Planners ask thousands of times about large trees, so each answer is worked out once.
@@ -71,10 +75,11 @@ class ModuleTable:
     def _below(self) -> dict[str, tuple[str, ...]]:
         below: dict[str, dict[str, None]] = {node.name: {} for node in self.nodes}
         for node in self.nodes:
-            parts = node.name.split(".") if node.name else []
-            for around in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
-                if around in below:
-                    below[around].update(dict.fromkeys(node.own_parameters))
+            for name in (node.name, *node.aliases):
+                parts = name.split(".") if name else []
+                for around in (".".join(parts[:depth]) for depth in range(len(parts) + 1)):
+                    if around in below:
+                        below[around].update(dict.fromkeys(node.own_parameters))
         return {name: tuple(parameters) for name, parameters in below.items()}
 
     @cached_property
@@ -82,5 +87,5 @@ class ModuleTable:
         owners: dict[str, list[str]] = {}
         for node in self.nodes:
             for parameter in dict.fromkeys(node.own_parameters):
-                owners.setdefault(parameter, []).append(node.name)
+                owners.setdefault(parameter, []).extend((node.name, *node.aliases))
         return {parameter: tuple(names) for parameter, names in owners.items()}

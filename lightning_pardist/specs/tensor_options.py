@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 from lightning_pardist.base.errors import message
 
-Verify = Literal["probe", "off"]
+Verify = Literal["probe", "full", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,11 +19,13 @@ class TensorOptions:
         ValueError: for a field with a value that it cannot have.
     """
 
-    plan: Mapping[str, str] | None = None
-    """Module name pattern -> ``column``, ``row``, ``fused_column``, ``vocab`` or ``replicate``. Completes the plan that
-    is derived from the module's own code, and counts before it. ``*`` stands for one part of a name."""
+    plan: Mapping[str, Any] | None = None
+    """Module name pattern -> ``column``, ``row``, ``fused_column``, ``vocab``, ``replicate``, ``sequence``, or torch's
+    ``ColwiseParallel``, ``RowwiseParallel`` or ``SequenceParallel``. Completes the plan that is derived from the
+    module's own code, and counts before it. ``*`` stands for one part of a name."""
     verify: Verify = "probe"
-    """``probe`` compares one region of each kind with the whole one before training, ``off`` nothing."""
+    """``probe`` compares one region of each kind with the whole one before training, ``full`` the whole first step too
+    (where the whole module fits beside the shares), ``off`` nothing."""
     sequence_parallel: bool = False
     """Keep what lies between the regions of a block (norms, dropout, residuals) sharded over the sequence."""
     loss_parallel: bool = True

@@ -172,6 +172,17 @@ class RegionProbe:
 
 
 @dataclass(frozen=True, kw_only=True)
+class StackProbe:
+    """What is to be tried of a stack before its hidden state is sharded over the sequence."""
+
+    blocks: tuple[str, ...]
+    between: str
+    """What the code between the blocks does that cannot be done position by position; empty if nothing."""
+    probes: tuple[RegionProbe, ...]
+    """One block of each kind, or the module around the stack."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class PartialParameter:
     """A whole parameter that is used on sharded tensors: a rank's gradient is its share of a sum."""
 
@@ -197,14 +208,15 @@ class TensorRoles:
     quiet_modules: tuple[str, ...] = ()
     """Modules inside those that make the calls, whose own calls are counted apart."""
     partial_parameters: tuple[PartialParameter, ...] = ()
-    unknown_functions: tuple[str, ...] = ()
-    """Functions without a rule that kept something from being sharded."""
+    unknown_functions: tuple[tuple[str, str], ...] = ()
+    """Functions without a rule that kept something from being sharded, with the module that calls them."""
     assumptions: tuple[str, ...] = ()
     """What the fake run took for granted."""
     region_members: tuple[tuple[str, ...], ...] = ()
     """By region, the modules that hold its parameters or make its calls."""
     probes: tuple[RegionProbe, ...] = ()
     """One for each kind of region that lies inside a module."""
+    stack_probes: tuple[StackProbe, ...] = ()
     seconds: float = 0.0
 
     def role_of(self, name: str) -> TensorRole:

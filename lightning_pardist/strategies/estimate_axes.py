@@ -16,7 +16,7 @@ from torch import nn
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.describe.blame import blame
-from lightning_pardist.describe.fake_run import Entry
+from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.linear_roles import derive_roles
 from lightning_pardist.describe.skeleton import Skeleton, Step
 from lightning_pardist.plan.pipeline import PipelineInput, plan_pipeline
@@ -36,7 +36,7 @@ from lightning_pardist.strategies.pipeline_forecast import new_skeleton
 from lightning_pardist.strategies.pipeline_staging import cannot_stage, flow_or_reason
 from lightning_pardist.strategies.rank_runs import StepToRun, run_step
 from lightning_pardist.strategies.schedules import custom_orders, schedule_table
-from lightning_pardist.strategies.tensor_planning import plan_from_roles, with_options
+from lightning_pardist.strategies.tensor_planning import unproved_plan
 
 NO_RECOMPUTATION = RecomputePlan()
 
@@ -89,7 +89,7 @@ class ModelAxes:
 
         def make() -> TensorPlan:
             roles = self._once("roles", lambda: derive_roles(d.module, d.batch, entry=d.entry, device=d.device))
-            return with_options(plan_from_roles(d.module, roles, size, options), d.profile, options)
+            return unproved_plan(d.module, d.profile, roles, size, options)
 
         return self._once(("tensor", size, repr(options)), make)
 

@@ -46,7 +46,6 @@ from lightning_pardist.strategies.refusals import (
     refuse_averages_of_parts,
     refuse_compiled,
     refuse_under_pipeline,
-    refuse_under_tensor_axis,
 )
 from lightning_pardist.strategies.spread import SpreadRequest, announce, spread
 from lightning_pardist.strategies.stepping import Stepping
@@ -224,7 +223,6 @@ class HybridStrategy(CheckpointHooks):
         module = self.lightning_module
         if self._meshes is not None:
             refuse_under_pipeline(module, self._meshes.sizes, self.config)
-            refuse_under_tensor_axis(module, self._meshes.sizes)
             if trainer.state.fn == TrainerFn.FITTING:
                 refuse_averages_of_parts(trainer, self._meshes.sizes)
         fitting = trainer.state.fn == TrainerFn.FITTING

@@ -87,7 +87,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], model: ParallelModel) -> N
     known = {id(parameter) for parameter in model.module.parameters()}
     for index, optimizer in enumerate(optimizers):
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
-        if foreign and model.kind == "shard":
+        if foreign and (model.kind == "shard" or model.plan.tensor is not None):
             raise ValueError(
                 message(
                     "Optimizers must hold the module's parameters as they are after sharding.",

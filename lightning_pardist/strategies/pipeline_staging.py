@@ -15,7 +15,8 @@ from lightning_pardist.base.log import get_logger
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.skeleton import Skeleton, Step
 from lightning_pardist.mesh import Meshes
-from lightning_pardist.plan.pipeline import PipelineInput, plan_pipeline, refusal
+from lightning_pardist.plan.pipeline import plan_pipeline
+from lightning_pardist.plan.pipeline_input import PipelineInput, refusal
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.module_table import ModuleTable

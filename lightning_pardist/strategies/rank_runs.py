@@ -21,7 +21,7 @@ from lightning_pardist.apply import install_stand_ins, local_part
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.recomputing import Recomputation, recompute_block, resolve_ops
 from lightning_pardist.base.torch_api import storage_key
-from lightning_pardist.describe.fake_run import Entry
+from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.levers import cast_inputs_to
 from lightning_pardist.describe.profile import profile_prepared
 from lightning_pardist.describe.record import StepRecorder

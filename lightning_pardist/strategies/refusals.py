@@ -80,24 +80,6 @@ def check_pipeline(config: ParallelConfig, options: PipelineOptions | None) -> P
     return options or PipelineOptions()
 
 
-def refuse_under_tensor_axis(module: LightningModule, sizes: AxisSizes) -> None:
-    """Refuses what a tensor axis cannot do, before anything is set up.
-
-    Raises:
-        ValueError: names it.
-    """
-    if sizes.tensor_parallel > 1 and not module.automatic_optimization:
-        raise ValueError(
-            message(
-                "In this version a tensor axis needs automatic optimization.",
-                got=f"{type(module).__name__} with automatic_optimization=False, "
-                f"tensor_parallel_size={sizes.tensor_parallel}",
-                source="the LightningModule",
-                change="return the loss from training_step, or use the data axes only",
-            )
-        )
-
-
 def refuse_averages_of_parts(trainer: Trainer, sizes: AxisSizes) -> None:
     """Refuses Lightning's averages of weights where a rank holds a part of the model only.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_pardist import torch_schedules_api as api
 from lightning_pardist.base.errors import message
-from lightning_pardist.plan.pipeline import ScheduleTable
+from lightning_pardist.plan.pipeline_input import ScheduleTable
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.pipeline_plan import Orders
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
@@ -19,7 +18,6 @@ from lightning_pardist.base.recomputing import resolve_ops
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.describe import module_tree_profile, profile_model
 from lightning_pardist.describe.levers import Conditions, profile_under
-from lightning_pardist.describe.linear_roles import derive_roles
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel, recall
@@ -33,24 +31,21 @@ from lightning_pardist.plan import (
     state_bytes,
     with_costs,
 )
-from lightning_pardist.run.agree import gather_objects
+from lightning_pardist.run.agree import on_first_rank
 from lightning_pardist.specs.block_levers import CompileOptions, RecomputeOptions, RecomputePlan
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.specs.tensor_plan import TensorPlan
-from lightning_pardist.specs.tensor_roles import RegionProbe
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.pipeline_staging import Staging
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample, find_sample, sample_or_evaluated
-from lightning_pardist.strategies.tensor_planning import plan_from_roles, with_options
-from lightning_pardist.strategies.tensor_probe import prove_plan
+from lightning_pardist.strategies.tensor_planning import TensorSetup, plan_tensor_axis
 
 log = get_logger(__name__)
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,8 +90,8 @@ def spread(module: LightningModule, request: SpreadRequest) -> ParallelModel:
     sample = find_sample(module, request.loaders, request.sample_batch)
     if request.sizes.tensor_parallel > 1 or request.sizes.pipeline_parallel > 1:
         sample = sample_or_evaluated(module, sample)
-    profile, recompute = _on_first_rank(lambda: _describe(module, sample, request), request.meshes)
-    tensor = plan_tensor_axis(module, profile, sample, request) if request.sizes.tensor_parallel > 1 else None
+    profile, recompute = on_first_rank(lambda: _describe(module, sample, request), request.meshes)
+    tensor = _plan_tensor_axis(module, profile, sample, request) if request.sizes.tensor_parallel > 1 else None
     stages.describe(profile, sample)
     if request.layer_sync and request.meshes is not None:
         # After describing: the fake run knows no process groups. Names and parameters stay the same.
@@ -147,58 +142,28 @@ def announce(model: ParallelModel, optimizers: list[Optimizer]) -> None:
     print(format_plan(plan), flush=True)
 
 
+def _plan_tensor_axis(
+    module: LightningModule, profile: ModelProfile, sample: Sample | None, request: SpreadRequest
+) -> TensorPlan:
+    assert request.meshes is not None
+    return plan_tensor_axis(
+        TensorSetup(
+            module=module,
+            profile=profile,
+            sample=sample,
+            options=request.tensor,
+            precision=request.precision,
+            meshes=request.meshes,
+            device=request.device,
+        )
+    )
+
+
 def _describe(
     module: LightningModule, sample: Sample | None, request: SpreadRequest
 ) -> tuple[ModelProfile, RecomputePlan]:
     profile = _profile(module, sample, request)
     return profile, _recompute(module, sample, request, profile)
-
-
-def _on_first_rank(describe: Callable[[], _T], meshes: Meshes | None) -> _T:
-    """Rank 0 describes for all: one fake run (two if blocks are recomputed), one plan."""
-    found: _T | Exception | None = None
-    if meshes is None or torch.distributed.get_rank() == 0:
-        try:
-            found = describe()
-        except Exception as error:  # every rank must hear of it
-            found = error
-    first = gather_objects(found, meshes)[0]
-    if isinstance(first, Exception):
-        raise first
-    assert first is not None
-    return first
-
-
-def plan_tensor_axis(
-    module: LightningModule, profile: ModelProfile, sample: Sample | None, request: SpreadRequest
-) -> TensorPlan:
-    """Returns the plan of the tensor axis, the same on all ranks.
-
-    Raises:
-        ValueError: on all ranks, if no plan can be derived, or it would shard nothing.
-    """
-    size, options = request.sizes.tensor_parallel, request.tensor
-
-    def derive() -> tuple[TensorPlan, tuple[RegionProbe, ...]]:
-        if sample is None:
-            raise ValueError(
-                message(
-                    "A tensor-parallel plan is derived from one step of the module, which needs a batch.",
-                    got="no training data, no example_input_array, no sample_batch",
-                    source=f"{type(module).__name__} and the strategy's arguments",
-                    change="give HybridStrategy(sample_batch=...) or set self.example_input_array",
-                )
-            )
-        batch = request.precision.convert_input(sample.batch)
-        with lightning_api.transfer_hooks_of_data_module(module):
-            roles = derive_roles(module, batch, entry=sample.entry, device=request.device)
-        return plan_from_roles(module, roles, size, options), roles.probes
-
-    plan, probes = _on_first_rank(derive, request.meshes)
-    if options.verify != "off":
-        assert request.meshes is not None
-        plan = prove_plan(module, plan, probes, request.meshes, request.device)
-    return with_options(plan, profile, options)
 
 
 def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequest) -> ModelProfile:

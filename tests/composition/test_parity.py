@@ -22,6 +22,9 @@ PAIRS: list[Case] = [
     ("gpt4", TWO, BOTH),
     ("gpt", TWO, CLIP),
     ("gpt4", {**TWO, **SEQUENCE}, BOTH),
+    ("steep_gpt", {**TWO, "schedule": "zbv_zero_bubble"}, CLIP),
+    ("steep_gpt", {**TWO, **SEQUENCE, "schedule": "interleaved_zero_bubble"}, CLIP),
+    ("skip_gpt", TWO, CLIP),  # which recomputes blocks by itself
 ]
 
 

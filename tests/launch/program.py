@@ -42,6 +42,7 @@ def main() -> None:
     parser.add_argument("--devices", type=int, default=1)
     parser.add_argument("--num_nodes", type=int, default=1)
     parser.add_argument("--one_process", action="store_true")
+    parser.add_argument("--stages", type=int, default=1, help="of a pipeline")
     parser.add_argument("--timeout", type=float, default=120.0)
     parser.add_argument("--seconds_per_step", type=float, default=0.0)
     parser.add_argument("--resume", action="store_true")
@@ -50,9 +51,10 @@ def main() -> None:
     world_size = options.devices * options.num_nodes
     rank = os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0"))
     strategy = HybridStrategy(
+        pipeline_parallel_size=options.stages,
         timeout=timedelta(seconds=options.timeout),
         checkpoint=CheckpointOptions(timeout_s=options.timeout),
-        diagnosis=DiagnosisOptions(start_timeout_s=options.timeout, compare_steps=True),
+        diagnosis=DiagnosisOptions(start_timeout_s=max(options.timeout, 120.0), compare_steps=True),
     )
     trainer = L.Trainer(
         accelerator="cpu",
@@ -69,7 +71,7 @@ def main() -> None:
         enable_model_summary=False,
     )
     # A loader that keeps its position: a run that is cut amid an epoch goes on at the next unseen sample.
-    data = StatefulDataLoader(loader(STEPS * ROWS, 1).dataset, batch_size=ROWS // world_size)
+    data = StatefulDataLoader(loader(STEPS * ROWS, 1).dataset, batch_size=ROWS * options.stages // world_size)
     trainer.fit(Tower(), data, ckpt_path="last" if options.resume else None)
     print(f"rank {rank} has finished", flush=True)
 

@@ -9,12 +9,10 @@ import pytest
 
 from tests.launch.common import ROOT, environment
 from tests.multinode.run import is_possible
-from tests.support.marks import LONG
 
-pytestmark = [pytest.mark.example, pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.example, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
-@LONG
 def test_two_nodes_train_fail_clearly_and_resume() -> None:
     # Two nodes on one machine are two network namespaces, which take rights that many containers do not have.
     if why := is_possible():
@@ -25,8 +23,8 @@ def test_two_nodes_train_fail_clearly_and_resume() -> None:
         env=environment(),
         capture_output=True,
         text=True,
-        timeout=1100,
+        timeout=550,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert "cut and resumed: 8 losses on 4 ranks equal" in run.stdout
+    assert run.stdout.count(": 8 losses on 4 ranks equal those of one process") == 2

@@ -107,11 +107,22 @@ def test_stages_must_read_the_same_batch(run_distributed: Any) -> None:
     check(run_distributed, [(fit_reading, (None,), r"ranks \[0, 1\] of data rank 0 have first batches that differ")])
 
 
-def compared() -> int:
-    trainer = make_trainer({**TWO, "diagnosis": DiagnosisOptions(compare_steps=True)}, 2, max_epochs=2)
-    trainer.fit(Tower(), loader(36, 8), loader(20, 8))
+def compared(layout: dict[str, Any], world_size: int) -> int:
+    torch.manual_seed(0)
+    trainer = make_trainer({**layout, "diagnosis": DiagnosisOptions(compare_steps=True)}, world_size, max_epochs=2)
+    trainer.fit(Uneven(), loader(9 * world_size, 8), loader(20, 8))
     return trainer.global_step
 
 
+class Uneven(Tower):
+    """Three blocks and a dear head: stages of two blocks and of one, which gather and reduce more or less often."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Sequential(torch.nn.Linear(FEATURES, 8 * FEATURES), torch.nn.Linear(8 * FEATURES, 1))
+
+
 def test_debug_mode_compares_stages(run_distributed: Any) -> None:
-    assert run_distributed(compared, world_size=2) == [10, 10]
+    assert run_distributed(compared, TWO, 2, world_size=2) == [6, 6]
+    sharded = {**TWO, "data_parallel_replicate_size": 1, "data_parallel_shard_size": 2}
+    assert run_distributed(compared, sharded, 4, world_size=4) == [6, 6, 6, 6]

@@ -14,7 +14,8 @@ from torch.utils.data import default_collate
 from lightning_pardist.describe import profile_model
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.describe.skeleton import Skeleton, Step
-from lightning_pardist.plan.pipeline import PipelineInput, plan_pipeline
+from lightning_pardist.plan.pipeline import plan_pipeline
+from lightning_pardist.plan.pipeline_input import PipelineInput
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.pipeline_plan import PipelinePlan
 from lightning_pardist.strategies.schedules import schedule_table
@@ -148,9 +149,25 @@ def test_too_many_stages_and_no_stack() -> None:
 
 
 def test_micro_batches_that_a_schedule_cannot_run() -> None:
-    refused(DeepGPT(), r"num_microbatches=1 on 2", num_microbatches=1)
     refused(DeepGPT(), r"num_microbatches=2 on 2.*DualPipeV", num_microbatches=2, schedule="dualpipev")
-    assert plan(DeepGPT(), num_microbatches=1, schedule="gpipe").idle_share == pytest.approx(0.5)
+
+
+def test_a_batch_smaller_than_its_schedule_needs() -> None:
+    for schedule in ("1f1b", "dualpipev"):
+        refused(DeepGPT(), rf"1 row\(s\) per batch, schedule={schedule} on 4", ranks=4, rows=1, schedule=schedule)
+    for schedule in ("gpipe", "interleaved_1f1b", "looped_bfs", "interleaved_zero_bubble", "zbv_zero_bubble"):
+        assert plan(DeepGPT(), ranks=4, rows=1, schedule=schedule).num_microbatches == 1
+
+
+def test_few_micro_batches_run_if_asked_for_and_say_their_price() -> None:
+    one = plan(DeepGPT(), num_microbatches=1)
+    assert one.idle_share == pytest.approx(0.5)
+    assert one.notes[-1] == (
+        "1 micro-batch(es) for 2 pipeline ranks: the step sees the whole batch at once, and ranks wait 50 % of the time"
+    )
+    assert (
+        plan(DeepGPT(), ranks=4, num_microbatches=2).notes[-1].endswith("4 pipeline ranks: ranks wait 60 % of the time")
+    )
 
 
 class Repeated(GPT):

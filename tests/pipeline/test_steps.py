@@ -13,10 +13,13 @@ import torch
 import torch.nn.functional as F
 import torchmetrics
 from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch.plugins import MixedPrecision
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_pardist.specs.pipeline_options import PipelineOptions
+from lightning_pardist.strategies.hybrid import HybridStrategy
 from tests.bad_input.common import check, four_parts
 from tests.strategies.common import FEATURES, Block, Tower, loader, make_trainer, weights
 
@@ -228,14 +231,33 @@ class Ragged(Tower):
         return self.out(x).squeeze(-1)
 
 
-def fit(module: L.LightningModule, options: dict[str, Any] | None = None, **arguments: Any) -> None:
-    layout = {**TWO, "pipeline": PipelineOptions(**(options or {})), **arguments}
-    make_trainer(layout, 2, max_steps=1, num_sanity_val_steps=0).fit(module, loader(16, 8))
+class NoStack(Tower):
+    """Its layers are alike, and in no list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = self.blocks
+        del self.blocks
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.third(self.second(self.first(self.inp(x))))).squeeze(-1)
+
+
+def fit(module: L.LightningModule, options: dict[str, Any], rows: int = 8, **arguments: Any) -> None:
+    layout = {**TWO, "pipeline": PipelineOptions(**options), **arguments}
+    make_trainer(layout, 2, max_steps=1, num_sanity_val_steps=0).fit(module, loader(16, rows))
 
 
 def fit_named(name: str, options: dict[str, Any], arguments: dict[str, Any]) -> None:
-    classes = {"manual": Manual, "branch": ValueBranch, "tower": Tower}
+    classes = {"manual": Manual, "branch": ValueBranch, "tower": Tower, "four": Seeing, "no stack": NoStack}
     fit(classes[name](), options, **arguments)
+
+
+def fit_scaled() -> None:
+    strategy = HybridStrategy(**TWO)
+    L.Trainer(
+        strategy=strategy, plugins=[MixedPrecision("16-mixed", "cpu")], accelerator="cpu", devices=2, logger=False
+    )
 
 
 def outside(entry: str, options: dict[str, Any], arguments: dict[str, Any]) -> None:
@@ -254,6 +276,9 @@ def test_what_cannot_be_run_is_refused_on_all_ranks(run_distributed: Any, tmp_pa
         [
             (fit_named, ("manual", {}, {}), "automatic_optimization=False"),
             (fit_named, ("branch", {}, {}), "decides by"),
+            (fit_named, ("no stack", {}, {}), "NoStack has no stack of like blocks"),
+            (fit_named, ("tower", {}, {"rows": 1}), r"1 row\(s\) per batch, schedule=1f1b"),
+            (fit_named, ("four", {"schedule": "dualpipev"}, {"rows": 2}), r"2 row\(s\) per batch, schedule=dualpipev"),
             (fit_named, ("tower", {"schedule": "zbv_zero_bubble"}, {}), r"3 block\(s\) for 4 stage"),
             (fit_named, ("tower", {"split": [3, 1]}, {}), "4 block"),
             (fit_named, ("tower", {"schedule": str(short)}, {}), r"1 row\(s\)"),
@@ -262,6 +287,7 @@ def test_what_cannot_be_run_is_refused_on_all_ranks(run_distributed: Any, tmp_pa
             (fit_named, ("tower", {"loss_weight": "tokens"}, {}), "labels='labels'"),
         ],
     )
+    check(run_distributed, [(fit_scaled, (), "16-mixed")], kind=MisconfigurationException)
     texts = run_distributed.errors(outside, "", {}, {}, world_size=2)
     for error in texts:
         assert isinstance(error, RuntimeError)
@@ -303,6 +329,39 @@ def test_losses_can_be_weighted_by_the_labels_that_count(run_distributed: Any, r
         assert len(held) > 5
         for name, value in held.items():
             torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-6)
+
+
+class Contrastive(Tower):
+    """Every row is compared with all others of its batch."""
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        x = self.inp(batch[0])
+        for block in self.blocks:
+            x = block(x)
+        scores = F.normalize(x, dim=-1) @ F.normalize(batch[0], dim=-1).T
+        loss = F.cross_entropy(5 * scores, torch.arange(len(x)))
+        self.log("loss", loss)
+        return loss
+
+
+def contrasted(layout: dict[str, Any] | None, world_size: int) -> Any:
+    torch.manual_seed(0)
+    module = Contrastive()
+    trainer = make_trainer(layout, world_size, max_steps=3, num_sanity_val_steps=0)
+    trainer.fit(module, loader(24, 8))
+    plan = None if layout is None else trainer.strategy.plan.pipeline
+    return weights(module), float(trainer.callback_metrics["loss"]), () if plan is None else plan.notes
+
+
+def test_a_step_that_needs_the_whole_batch_runs_as_one_micro_batch(run_distributed: Any, run_single: Any) -> None:
+    want, loss, _ = run_single(contrasted, None, 1)
+    layout = {**TWO, "pipeline": PipelineOptions(num_microbatches=1)}
+    results = run_distributed(contrasted, layout, 2, world_size=2)
+    for name, value in merge([held for held, _, _ in results]).items():
+        torch.testing.assert_close(value, want[name], rtol=1e-5, atol=1e-6)
+    for _, found, notes in results:
+        assert found == pytest.approx(loss, rel=1e-5)
+        assert "the step sees the whole batch at once, and ranks wait 50 % of the time" in notes[-1]
 
 
 class Dropping(Tower):

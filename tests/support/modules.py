@@ -551,6 +551,29 @@ class SharedWeights(Regression):
         return super().forward(x)
 
 
+class SharedModule(Regression):
+    """One encoding, a child of the root and of every block; a mixing layer that two of the blocks share."""
+
+    class Block(ResidualBlock):
+        def __init__(self, encoding: nn.Module, mixing: nn.Module) -> None:
+            super().__init__()
+            self.encoding, self.mixing = encoding, mixing
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(self.mixing(x + self.encoding(x)).tanh())
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoding, mixing = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        own = nn.Linear(WIDTH, WIDTH)
+        self.blocks = nn.ModuleList([self.Block(self.encoding, each) for each in (mixing, mixing, own)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return super().forward(x)
+
+
 class BareParameters(Vectors, OneLoss):
     """Parameters registered on the LightningModule itself and no modules at all."""
 
@@ -682,6 +705,7 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "chooser": Chooser,
     "one_block_many_times": OneBlockManyTimes,
     "shared_weights": SharedWeights,
+    "shared_module": SharedModule,
     "bare_parameters": BareParameters,
     "scalar_parameters": ScalarParameters,
     "lora": LoRA,

@@ -171,3 +171,47 @@ MODELS: dict[str, Callable[[], Any]] = {
     "tower": Tower,
     "vit": ViT,
 }
+
+
+class Adversarial(Trained):
+    """Manual optimization: two optimizers, toggles, clipping by hand, gradients that add up over two passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.words = nn.Embedding(VOCABULARY, parts.WIDTH)
+        self.maker = parts.Block(parts.FusedAttention("split"), parts.GatedMLP())
+        self.judge = parts.Block(parts.GroupedAttention(norm="head"), parts.MLP())
+        self.score = nn.Linear(parts.WIDTH, 1)
+
+    def configure_optimizers(self) -> Any:
+        judging = [*self.judge.parameters(), *self.score.parameters()]
+        making = [*self.words.parameters(), *self.maker.parameters()]
+        return torch.optim.SGD(judging, lr=0.1, momentum=0.9), torch.optim.SGD(making, lr=0.1)
+
+    def judged(self, hidden: Tensor) -> Tensor:
+        return self.score(self.judge(hidden)).mean((1, 2))
+
+    def training_step(self, batch: Any, index: int) -> None:
+        judge, maker = self.optimizers()
+        self.toggle_optimizer(judge)
+        made, real = self.maker(self.words(batch[0])).detach(), self.words(batch[1]).detach()
+        for sign, hidden in ((1.0, made), (-1.0, real)):
+            loss = F.softplus(sign * self.judged(hidden)).mean()
+            self.manual_backward(loss)
+        self.clip_gradients(judge, gradient_clip_val=0.05, gradient_clip_algorithm="norm")
+        judge.step()
+        judge.zero_grad()
+        self.untoggle_optimizer(judge)
+        self.log("judge", loss)
+        self.toggle_optimizer(maker)
+        loss = F.softplus(-self.judged(self.maker(self.words(batch[0])))).mean()
+        self.manual_backward(loss)
+        maker.step()
+        maker.zero_grad()
+        self.untoggle_optimizer(maker)
+        self.log("maker", loss)
+
+
+OTHERS: dict[str, Callable[[], Any]] = {"adversarial": Adversarial}
+"""Models that not every run can have."""

@@ -88,6 +88,21 @@ class RoomAttention(nn.Module):
         return self.out(parts.eager(q, k, v).transpose(1, 2).reshape(b, t, -1))
 
 
+class SharedKeyAttention(nn.Module):
+    """One key-value head for all, whole on every rank, multiplied with the queries of each."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.kv = nn.Linear(WIDTH, HEADS * HEAD_DIM), nn.Linear(WIDTH, 2 * HEAD_DIM)
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q = self.q(x).view(b, t, HEADS, HEAD_DIM).transpose(1, 2)
+        k, v = self.kv(x)[:, None].chunk(2, dim=-1)
+        return self.out(parts.eager(q, k, v).transpose(1, 2).reshape(b, t, -1))
+
+
 class BiasedHead(Trained):
     """A head tied to the embedding that adds a bias, which has its first name elsewhere."""
 
@@ -107,5 +122,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "grouped experts": lambda: GPT(parts.GroupedAttention, GroupedExperts),
     "sinks": lambda: GPT(lambda: FirstOutput(SinkAttention())),
     "room": lambda: GPT(RoomAttention),
+    "shared key": lambda: GPT(SharedKeyAttention),
     "biased head": BiasedHead,
 }

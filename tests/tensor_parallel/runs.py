@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from lightning_pardist import HybridStrategy, whole_tensor
 from tests.tensor_parallel import odd_models
-from tests.tensor_parallel.models import MODELS, dataset
+from tests.tensor_parallel.models import MODELS, OTHERS, dataset
 
 GLOBAL_BATCH = 8
 TOLERANCE = 1e-5
@@ -24,9 +24,10 @@ class Notes(L.Callback):
         self.gradients: list[dict[str, Tensor]] = []
         self.clipped: list[dict[str, Tensor]] = []
         self.weights: dict[str, Tensor] = {}
+        self.names: dict[int, str] = {}
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        names = {id(p): name for name, p in pl_module.named_parameters()}
+        names = self.names = {id(p): name for name, p in pl_module.named_parameters()}
         optimizer = trainer.optimizers[0]
 
         def note(*_: Any) -> None:
@@ -37,8 +38,9 @@ class Notes(L.Callback):
             optimizer.register_step_post_hook(note)
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        named = pl_module.named_parameters()
-        self.gradients.append({n: whole_tensor(p.grad).clone() for n, p in named if p.grad is not None})
+        # Inside a manual step the module shows shares; the optimizer holds what it always holds.
+        held = [(self.names.get(id(p)), p) for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.append({n: whole_tensor(p.grad).clone() for n, p in held if n and p.grad is not None})
 
     def on_train_batch_end(self, trainer: L.Trainer, *args: Any) -> None:
         self.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
@@ -53,7 +55,7 @@ def train(name: str, options: dict[str, Any] | None, trainer_options: dict[str, 
     torch.manual_seed(3 if options is None else 3 + dist.get_rank())  # rank 0's weights must win
     if options is not None and dist.get_rank() == 0:
         torch.manual_seed(3)
-    module, notes = {**MODELS, **odd_models.MODELS}[name](), Notes()
+    module, notes = {**MODELS, **OTHERS, **odd_models.MODELS}[name](), Notes()
     strategy: Any = "auto" if options is None else HybridStrategy(print_plan=False, **options)
     data_ranks = ranks // (options or {}).get("tensor_parallel_size", 1)
     trainer = L.Trainer(

@@ -79,3 +79,16 @@ def test_sequence_parallel(run_distributed: WorkerPool, run_single: Any) -> None
 @pytest.mark.timeout(300)
 def test_sequence_parallel_with_fully_shard(run_distributed: WorkerPool, run_single: Any) -> None:
     check(run_distributed, run_single, [("gpt2", SEQUENCE, {}), ("llama", SEQUENCE, {"accumulate_grad_batches": 2})], 4)
+
+
+MANUAL: list[Case] = [
+    ("adversarial", FOUR, {"gradient_clip_val": None}),  # 2 key-value heads on 4 ranks
+    ("adversarial", TWO, {"gradient_clip_val": None}),
+    ("adversarial", {**TWO, "zero_stage": 0}, {"gradient_clip_val": None}),
+]
+
+
+@pytest.mark.timeout(300)
+def test_manual_optimization(run_distributed: WorkerPool, run_single: Any) -> None:
+    check(run_distributed, run_single, MANUAL[1:2], 2)
+    check(run_distributed, run_single, MANUAL, 4)

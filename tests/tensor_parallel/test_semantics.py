@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def trainer_of(options: dict[str, Any] | None, **given: Any) -> L.Trainer:
     strategy: Any = "auto" if options is None else HybridStrategy(print_plan=False, **options)
     quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_epochs": 1}
     return L.Trainer(
-        accelerator="cpu", strategy=strategy, devices=ranks, **{"enable_checkpointing": False, **quiet, **given}
+        accelerator="cpu", strategy=strategy, **{"devices": ranks, "enable_checkpointing": False, **quiet, **given}
     )
 
 
@@ -244,7 +245,7 @@ def test_optimizers(run_distributed: WorkerPool, run_single: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"verify": "full"}, "verify must be one of probe, off"),
+        ({"verify": "all"}, "verify must be one of probe, full, off"),
         ({"plan": "column"}, "plan must be a mapping"),
         ({"async_tensor_parallel": True}, "symmetric memory"),
         ({"sequence_parallel": "yes"}, "True or False"),
@@ -255,18 +256,27 @@ def test_options_that_cannot_be(given: dict[str, Any], words: str) -> None:
         TensorOptions(**given)
 
 
-def manual() -> None:
-    module = MODELS["fused split"]()
-    module.automatic_optimization = False
-    trainer_of({"tensor_parallel_size": 2}).fit(module, batches({"tensor_parallel_size": 2}))
-
-
-def test_manual_optimization_is_refused(run_distributed: WorkerPool) -> None:
-    with pytest.raises(ValueError, match=r"(?s)needs automatic optimization.*Got: GPT.*Change"):
-        run_distributed(manual)
-
-
 def test_combinations_that_are_not_there() -> None:
     with pytest.raises(ValueError, match=r"(?s)run eagerly.*Got: compile.*Change"):
         HybridStrategy(tensor_parallel_size=2, compile=True)
     assert VOCABULARY % 2
+
+
+def across_nodes() -> list[str]:
+    heard: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("lightning_pardist")
+    logger.addHandler(handler)
+    try:
+        options = {"tensor_parallel_size": 4}
+        trainer_of(options, devices=2, num_nodes=2, limit_train_batches=1).fit(MODELS["tower"](), batches(options))
+    finally:
+        logger.removeHandler(handler)
+    return heard
+
+
+def test_an_axis_that_crosses_nodes_is_warned_of(run_distributed: WorkerPool) -> None:
+    first, *others = run_distributed(across_nodes, world_size=4, num_nodes=2)
+    assert any("tensor axis of 4 ranks does not divide the 2 ranks of a node" in line for line in first)
+    assert not any("does not divide" in line for heard in others for line in heard)

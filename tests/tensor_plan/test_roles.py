@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lightning_pardist.describe.linear_roles import derive_roles
+from lightning_pardist.plan import make_tensor_plan
 from lightning_pardist.specs.tensor_roles import TensorRoles
 from tests.tensor_plan import models
 from tests.tensor_plan.judge import changes, output_of
@@ -338,3 +339,26 @@ def test_a_run_that_cannot_finish_says_where() -> None:
 
     with pytest.raises(ValueError, match=r"must run to its end\.\n  Got: .*\n  From: Branch\.forward, at .*test_roles"):
         derive_roles(Branch(), models.hidden(), entry="forward")
+
+
+class Sorting(nn.Module):
+    """A function that no rule knows, between two layers that could be shared out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(models.WIDTH, 8), nn.Linear(8, models.WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.renorm(self.up(x), 2, 0, 1.0))
+
+
+def test_a_function_without_a_rule_is_told_with_its_module_and_what_to_do() -> None:
+    module = nn.Sequential(Sorting(), nn.LayerNorm(models.WIDTH), models.MLP())
+    plan = make_tensor_plan(derive_roles(module, models.hidden(), entry="forward"), size=2)
+    assert {name: plan.role_of(name) for name in ("0.up", "0.down", "2.up", "2.down")} == {
+        "0.up": "replicate", "0.down": "replicate", "2.up": "column", "2.down": "row"
+    }  # fmt: skip
+    assert plan.notes == (
+        "renorm in 0 has no rule for shares, so what it meets is whole: leave it so, write it with functions of torch "
+        "that have one, or name the layers around it in TensorOptions(plan=...) and let verify='full' try them",
+    )

@@ -1,0 +1,334 @@
+"""Runs one module on made-up inputs, whole and on the ranks' shares, forward and backward, and compares by numbers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_pardist.apply import TensorCutter, local_part
+from lightning_pardist.base.nested import tensors_in
+from lightning_pardist.describe.blame import blame
+from lightning_pardist.mesh import Meshes
+from lightning_pardist.parallel_model import ParallelModel
+from lightning_pardist.run.agree import gather_objects
+from lightning_pardist.run.tensor_gradients import PartialGradients
+from lightning_pardist.run.tensor_mode import TensorMode, alone_on
+from lightning_pardist.run.whole_sizes import held_indices
+from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
+from lightning_pardist.specs.tensor_plan import TensorPlan
+from lightning_pardist.specs.tensor_roles import RegionProbe
+from lightning_pardist.strategies.probe_inputs import MadeUp, candidates
+from lightning_pardist.torch_dtensor_api import local_tensor
+
+TOLERANCE = 1e-4
+"""Of the largest element: rounding of fp32 sums in another order stays two orders below, a wrong layout far above."""
+
+
+Share = Callable[[int, Tensor], Tensor]
+"""Given the place of an output and the whole of it, returns what is expected of this rank."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one rank saw."""
+
+    difference: float = 0.0
+    """The largest one, relative."""
+    problem: str = ""
+    """What went wrong, if anything."""
+    culprit: str = ""
+    """The first module inside that goes wrong, if that is known."""
+    skipped: str = ""
+    """Why the module could not be tried, if it could not."""
+
+
+@dataclass
+class Run:
+    """What one forward and backward pass gave."""
+
+    outputs: dict[int, Tensor] = field(default_factory=dict)
+    """By their place among the tensors that are returned."""
+    inputs: list[Tensor | None] = field(default_factory=list)
+    """Gradients of the inputs."""
+    parameters: dict[str, Tensor] = field(default_factory=dict)
+    """Gradients by name."""
+    named: dict[str, Tensor] = field(default_factory=dict)
+    """What else must agree: logged values, buffers."""
+    inner: dict[str, Tensor] = field(default_factory=dict)
+    """First outputs of the modules inside, in the order in which they ended."""
+
+
+def try_on_shares(
+    top: nn.Module, plan: TensorPlan, probe: RegionProbe, meshes: Meshes, device: torch.device
+) -> Verdict:
+    """Returns how a copy of a module with random weights does on shares; every rank must call it.
+
+    Args:
+        top: the module; it stays as it is.
+        plan: of what lies in it, with names from there.
+        probe: how it was called.
+        meshes: the live mesh.
+        device: where to run.
+    """
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        torch.manual_seed(0)
+        reference = _copied(top, device)
+        watched = _between_regions(reference, plan)
+        try:
+            want, made = _reference(reference, probe, device, watched)
+        except Exception as error:  # the inputs are made up, so the module may refuse them
+            return Verdict(skipped=first_line(error))
+        rank = int(meshes.tensor.get_local_rank())
+        keep_share(want, plan, rank)
+        model = cut_copy(reference, plan, meshes)
+        del reference
+        share = partial(_share_of, probe=probe, plan=plan, rank=rank)
+        want.outputs = {index: share(index, out) for index, out in want.outputs.items()}
+        dry = _run_on_shares(model, made, share, (), dry=True)
+        # A rank with other sizes may fail alone: nobody may wait for it in a collective.
+        if any(gather_objects(isinstance(dry, str), meshes)):
+            return Verdict(problem=dry if isinstance(dry, str) else "")
+        got = _run_on_shares(model, made, share, watched, dry=False)
+        if isinstance(got, str):
+            return Verdict(problem=got)
+        largest, problem = difference(got, want)
+        culprit = _first_that_differs(top, got, want, plan, rank) if problem else ""
+        return Verdict(difference=largest, problem=problem, culprit=culprit)
+
+
+def _copied(top: nn.Module, device: torch.device) -> nn.Module:
+    """Returns a copy with random weights, equal on all ranks."""
+    made = copy.deepcopy(top).eval()
+    for child in made.modules():
+        for key, parameter in child.named_parameters(recurse=False):
+            fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 0
+            fresh = torch.randn(parameter.shape, device=device).mul_(fan_in**-0.5 if fan_in else 0.1)
+            fresh = fresh if fan_in else fresh.add_(1.0 if key == "weight" else 0.0)
+            child.register_parameter(key, nn.Parameter(fresh, requires_grad=True))
+        for key, buffer in child.named_buffers(recurse=False):
+            if buffer is not None:
+                value = torch.zeros(buffer.shape, dtype=buffer.dtype) if buffer.is_meta else buffer
+                value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+                setattr(child, key, value.to(device))
+    return made
+
+
+def _between_regions(module: nn.Module, plan: TensorPlan) -> tuple[str, ...]:
+    """Returns the modules that work on shares of the sequence."""
+    around = [name for stack in plan.sequence_stacks for name in stack.around_regions]
+    names = [name for name, _ in module.named_modules() if name] if plan.sequence_stacks else []
+    return tuple(n for n in names if not any(n == other or n.startswith(other + ".") for other in around))
+
+
+def _reference(
+    module: nn.Module, probe: RegionProbe, device: torch.device, watched: Collection[str]
+) -> tuple[Run, MadeUp]:
+    """Returns what the whole module gives, and for which inputs it gave numbers."""
+    refused: Exception = ValueError("its output is not finite on made-up inputs")
+    for made in candidates(probe, device):
+        torch.manual_seed(1)
+        try:
+            run = _forward_backward(module, made, _all_of, watched)
+        except Exception as error:  # the inputs are made up, so the module may refuse them
+            refused = error
+            continue
+        if all(bool(torch.isfinite(out).all()) for out in run.outputs.values()):
+            run.parameters = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+            module.zero_grad()
+            return run, made
+        module.zero_grad()
+    raise refused
+
+
+def _forward_backward(module: nn.Module, made: MadeUp, share: Share, watched: Collection[str]) -> Run:
+    args, kwargs, leaves = made.call()
+    run = Run()
+    handles = [
+        module.get_submodule(name).register_forward_hook(partial(_note_inner, run.inner, name)) for name in watched
+    ]
+    try:
+        outputs = list(enumerate(tensors_in(module(*args, **kwargs))))
+    finally:
+        for handle in handles:
+            handle.remove()
+    trained = {index: out for index, out in outputs if out.is_floating_point() and out.requires_grad}
+    generator = torch.Generator().manual_seed(2)
+    total: Tensor | int = 0
+    for index, out in trained.items():
+        whole = torch.randn(_whole_shape(index, out, made.probe), generator=generator)
+        total = total + (out * share(index, whole).to(made.device)).sum()
+    if isinstance(total, Tensor):
+        total.backward()
+    run.outputs = {index: out.detach() for index, out in trained.items()}
+    run.inputs = [leaf.grad for leaf in leaves]
+    return run
+
+
+def _all_of(position: int, out: Tensor) -> Tensor:
+    return out
+
+
+def _whole_shape(position: int, out: Tensor, probe: RegionProbe) -> list[int]:
+    """Returns the shape of the whole of an output, of which a rank may have a share."""
+    shape = list(out.shape)
+    for shared in probe.shared_outputs:
+        if shared.position == position and len(shared.shape) == len(shape):
+            for dim in shared.dims:
+                shape[dim.dim] = shared.shape[dim.dim]
+    return shape
+
+
+def _share_of(position: int, out: Tensor, *, probe: RegionProbe, plan: TensorPlan, rank: int) -> Tensor:
+    """Returns what a rank has of the whole of an output."""
+    for shared in probe.shared_outputs:
+        if shared.position == position and out.dim() == len(shared.shape):
+            for dim in shared.dims:
+                share = plan.shares[dim.region]
+                if share is not None and out.shape[dim.dim] == shared.shape[dim.dim]:
+                    held = held_indices(dim, share, rank, out.shape[dim.dim])
+                    out = out.index_select(dim.dim, held.to(out.device))
+    return out
+
+
+def _note_inner(inner: dict[str, Tensor], name: str, module: nn.Module, args: Any, output: Any) -> None:
+    first = next((out for out in tensors_in(output) if out.is_floating_point()), None)
+    if first is not None:
+        inner.setdefault(name, first.detach())
+
+
+def cut_copy(module: nn.Module, plan: TensorPlan, meshes: Meshes, ignored: tuple[str, ...] = ()) -> ParallelModel:
+    """Returns a copy cut along the tensor axis, in place.
+
+    Args:
+        module: the copy.
+        plan: how.
+        meshes: the live mesh.
+        ignored: parameters that stay as they are.
+    """
+    nothing = StateBytes(parameters=0, gradients=0, optimizer=None)
+    whole = ParallelPlan(
+        module_class=type(module).__name__,
+        sizes=meshes.sizes,
+        precision=PrecisionPlan(name="32-true"),
+        data_parallel=DataParallelPlan(kind="none", zero_stage=0, ignored_parameters=ignored),
+        state_per_rank=nothing,
+        state_one_process=nothing,
+        traffic=(),
+        tensor=plan,
+    )
+    model = ParallelModel(module=module, plan=whole, meshes=meshes)
+    TensorCutter(model).cut_and_hold(model.module)
+    return model
+
+
+def _run_on_shares(
+    model: ParallelModel, made: MadeUp, share: Share, watched: Collection[str], *, dry: bool
+) -> Run | str:
+    """Returns what a run gave, or what ended it; one that is dry exchanges nothing."""
+    mode = TensorMode(model, alone_on(model) if dry else None)
+    partial_gradients = PartialGradients(model)
+    for held in model.shards:
+        held.local.grad = held.stored.grad = None
+        held.show_local()
+    try:
+        torch.manual_seed(1)
+        with mode.step():
+            run = _forward_backward(model.module, made, share, watched)
+    except Exception as error:
+        return f"{type(error).__name__}: {first_line(error)}, at {blame(error)}"
+    finally:
+        mode.remove()
+        for held in model.shards:
+            held.show_stored()
+    if not dry:
+        for held in model.shards:
+            held.publish_gradient()
+        partial_gradients.end_window()
+        named = model.module.named_parameters()
+        run.parameters = {n: local_tensor(p.grad) for n, p in named if p.grad is not None}
+    return run
+
+
+def keep_share(run: Run, plan: TensorPlan, rank: int) -> None:
+    """Drops the gradients of other ranks' shares, one by one: the whole and its copy are never there together."""
+    layouts = {layout.parameter: layout for layout in plan.layouts}
+    for name in run.parameters.keys() & layouts.keys():
+        run.parameters[name] = local_part(run.parameters[name], layouts[name], rank)
+
+
+def difference(got: Run, want: Run) -> tuple[float, str]:
+    """Returns the largest relative difference, and what is wrong, if anything.
+
+    Args:
+        got: of a run on this rank's shares.
+        want: what this rank has of the same run on the whole module.
+    """
+    pairs: list[tuple[str, Tensor | None, Tensor | None]] = []
+    pairs += [(f"output {i}", got.outputs.get(i), out) for i, out in want.outputs.items()]
+    pairs += [(f"the gradient of input {i}", a, b) for i, (a, b) in enumerate(zip(got.inputs, want.inputs))]
+    pairs += [(name, got.named.get(name), want.named.get(name)) for name in want.named.keys() | got.named.keys()]
+    pairs += [(f"the gradient of {n}", got.parameters.get(n), mine) for n, mine in want.parameters.items()]
+    largest = 0.0
+    for what, ours, expected in pairs:
+        if ours is None or expected is None:
+            if (ours is None) != (expected is None):
+                return largest, f"{what} exists on one side only"
+            continue
+        if ours.shape != expected.shape:
+            return largest, f"{what} has the shape {tuple(ours.shape)}, not {tuple(expected.shape)}"
+        if not ours.numel():
+            continue
+        error = _error(ours, expected, _scale(expected, want, what))
+        largest = max(largest, error)
+        if not error <= TOLERANCE:
+            return largest, f"{what} is off by {error:.1e} of its largest element"
+    return largest, ""
+
+
+def _error(ours: Tensor, expected: Tensor, scale: float) -> float:
+    return float((ours - expected).abs().max()) / scale if scale else 0.0
+
+
+def _scale(expected: Tensor, want: Run, what: str) -> float:
+    """Returns what an error is measured against; a gradient that is zero but for rounding against the largest one."""
+    own = float(expected.abs().max())
+    if not what.startswith("the gradient of") or not want.parameters:
+        return own
+    return max(own, max(float(g.abs().max()) for g in want.parameters.values()) / 100)
+
+
+def _first_that_differs(top: nn.Module, got: Run, want: Run, plan: TensorPlan, rank: int) -> str:
+    """Returns which module is the first to give other values for its positions, if one does."""
+    for name, ours in got.inner.items():
+        if name not in want.inner:
+            continue
+        mine = _positions_of_rank(want.inner[name], ours.shape, plan.size, rank)
+        kind = type(top.get_submodule(name)).__name__
+        if mine is None:
+            return f"{name} ({kind}) is the first to give another shape"
+        if not _error(ours, mine, float(mine.abs().max())) <= TOLERANCE:
+            return f"{name} ({kind}) is the first to give other values"
+    return ""
+
+
+def _positions_of_rank(whole: Tensor, shape: torch.Size, size: int, rank: int) -> Tensor | None:
+    """Returns the rank's part of the one dim that differs, None if that is not what differs."""
+    if whole.dim() != len(shape):
+        return None
+    for dim in (d for d in range(whole.dim()) if whole.shape[d] != shape[d]):
+        each, left = divmod(whole.shape[dim], size)
+        whole = whole.narrow(dim, each * rank + min(rank, left), each + (rank < left))
+    return whole if whole.shape == shape else None
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error says, in one line."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
