@@ -19,7 +19,8 @@ from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.linear_roles import derive_roles
 from lightning_pardist.describe.skeleton import Skeleton, Step
-from lightning_pardist.plan.pipeline import PipelineInput, plan_pipeline
+from lightning_pardist.plan.pipeline import plan_pipeline
+from lightning_pardist.plan.pipeline_input import PipelineInput
 from lightning_pardist.plan.stage_work import PipelineStep, StageRun, exchange_traffic
 from lightning_pardist.run.microbatches import batch_rows, split_batch
 from lightning_pardist.run.pipeline import microbatch_sizes, splits_well, training_orders

@@ -28,7 +28,7 @@ from lightning_pardist.specs.parallel_plan import ParallelPlan, PrecisionPlan
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.strategies.estimate_axes import Described, ModelAxes, Work
-from lightning_pardist.strategies.refusals import check_pipeline, refuse_under_pipeline, refuse_under_tensor_axis
+from lightning_pardist.strategies.refusals import check_pipeline, refuse_under_pipeline
 
 Entry = Literal["training_step", "forward"]
 PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "bf16-mixed")
@@ -171,7 +171,6 @@ class Estimator:
         check_pipeline(replace(asked.config, pipeline_parallel_size=sizes.pipeline_parallel), asked.pipeline)
         if isinstance(self._module, LightningModule):
             refuse_under_pipeline(self._module, sizes, asked.config)
-            refuse_under_tensor_axis(self._module, sizes)
 
     def _work(self, plan: ParallelPlan, stages: PipelineOptions) -> Work:
         if plan.tensor is not None or plan.pipeline is not None:

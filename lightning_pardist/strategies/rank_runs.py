@@ -88,6 +88,7 @@ class _Run:
         self._elsewhere: list[Tensor] = []
         """Received tensors, which lie in buffers of their own."""
         self._activation_bytes = 0
+        self._grew = False
         names = frozenset(p.name for p in given.profile.parameters)
         pipeline, stage = given.plan.pipeline, given.stage
         self._held = names if pipeline is None or stage is None else pipeline.held_by(stage.rank)
@@ -136,7 +137,7 @@ class _Run:
     def _prepare(self, fake: nn.Module, recorder: StepRecorder) -> None:
         """Does what ``apply_plan`` does, in its order."""
         given = self._given
-        self._recorder = recorder
+        self._recorder, self._activation_bytes = recorder, 0
         for found in (self._exchanges, self._results, self._elsewhere):
             found.clear()  # of a run that has to be repeated
         nothing_sharded = replace(given.plan, data_parallel=DataParallelPlan(kind="none", zero_stage=0))
@@ -220,22 +221,33 @@ class _Run:
 
     @contextmanager
     def _seen(self, fake: nn.Module) -> Iterator[None]:
-        """Notes what autograd keeps at the end of the forward pass."""
+        """Notes what autograd keeps when the forward pass has ended, and where the step itself calls backward."""
         self._kept.clear()
-        with saved_tensors_hooks(self._keep, lambda kept: kept.tensor):
+        with saved_tensors_hooks(self._keep, lambda kept: self._give(fake, kept)):
             yield
+        self._measure(fake)
+
+    def _keep(self, tensor: Tensor) -> _Kept:
+        kept = _Kept(tensor)
+        self._kept.add(kept)
+        self._grew = True
+        return kept
+
+    def _give(self, fake: nn.Module, kept: _Kept) -> Tensor:
+        if self._grew:
+            self._measure(fake)
+        return kept.tensor
+
+    def _measure(self, fake: nn.Module) -> None:
+        self._grew = False
         own = (*fake.parameters(), *fake.buffers(), *self._elsewhere)
         keys = {storage_key(tensor) for tensor in own}
         sizes = {
             storage_key(tensor): _storage_bytes(tensor)
             for tensor in (*self._results, *(kept.tensor for kept in self._kept))
         }
-        self._activation_bytes = sum(nbytes for key, nbytes in sizes.items() if key not in keys)
-
-    def _keep(self, tensor: Tensor) -> _Kept:
-        kept = _Kept(tensor)
-        self._kept.add(kept)
-        return kept
+        now = sum(nbytes for key, nbytes in sizes.items() if key not in keys)
+        self._activation_bytes = max(self._activation_bytes, now)
 
 
 def _received(leaf: Leaf, device: torch.device) -> Tensor:
