@@ -52,8 +52,8 @@ def _linear(
     made = tuple(f for letter in wgt_letters if letter in out and letter not in act_letters for f in kept[letter])
     for tag, letters in (activation, weight):
         for letter, dim in zip(letters, tag.dims, strict=True):
-            if letter not in out and letter not in contracted:
-                stop(dim, _MIXED)
+            if letter not in out and (letter not in contracted or len(wgt_letters) == 1):
+                stop(dim, _MIXED)  # a vector is no layer: nothing would sum its products over the ranks
     act_factors = tuple(f for letter in contracted for f in act.dims[act_letters.index(letter)])
     wgt_factors = tuple(f for letter in contracted for f in wgt.dims[wgt_letters.index(letter)])
     uses = len(state.uses)

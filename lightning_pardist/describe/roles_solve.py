@@ -92,6 +92,8 @@ def _failures(state: State, chosen: frozenset[Axis], known: Iterable[str]) -> di
     unclosed: dict[str, str] = {}
     for use in state.uses:
         for name in sorted(use.weights.difference(known)):
+            if not use.is_row and sum(factor in chosen for factor in expand(use.made)) > 1:
+                stopped[name] = "both the heads in its output and what lies inside them would be sharded"
             if use.is_row or _is_sharded(state, name, chosen):
                 continue
             live = [axis for axis in axes(use.made) if axis.stopped is None]

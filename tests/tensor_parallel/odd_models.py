@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.tensor_parallel.models import GPT, VOCABULARY, Trained
 from tests.tensor_plan import models as parts
-from tests.tensor_plan.models import HEAD_DIM, HEADS, WIDTH
+from tests.tensor_plan.models import HEAD_DIM, HEADS, LENGTH, WIDTH
 
 
 class GroupedExperts(nn.Module):
@@ -103,6 +103,23 @@ class SharedKeyAttention(nn.Module):
         return self.out(parts.eager(q, k, v).transpose(1, 2).reshape(b, t, -1))
 
 
+class RelativeAttention(nn.Module):
+    """A bias per head from a projection of its own, which another layer contracts inside each head."""
+
+    def __init__(self, features: int = 4) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(WIDTH, 3 * HEADS * HEAD_DIM)
+        self.relative, self.profiles = nn.Linear(WIDTH, HEADS * features), nn.Parameter(torch.randn(features, LENGTH))
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = (z.view(b, t, HEADS, HEAD_DIM).transpose(1, 2) for z in self.qkv(x).chunk(3, dim=-1))
+        bias = (self.relative(x).view(b, t, HEADS, -1) @ self.profiles).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=bias[..., :t])
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
 class BiasedHead(Trained):
     """A head tied to the embedding that adds a bias, which has its first name elsewhere."""
 
@@ -123,5 +140,6 @@ MODELS: dict[str, Callable[[], Any]] = {
     "sinks": lambda: GPT(lambda: FirstOutput(SinkAttention())),
     "room": lambda: GPT(RoomAttention),
     "shared key": lambda: GPT(SharedKeyAttention),
+    "relative": lambda: GPT(RelativeAttention),
     "biased head": BiasedHead,
 }

@@ -117,6 +117,23 @@ def test_low_rank_without_a_norm_closes_at_once() -> None:
     assert list(words(proved(module, models.hidden())).values()) == ["column", "row"]
 
 
+class Score(nn.Module):
+    """A vector takes the features that a layer made, as the scores of additive attention are made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.vector = nn.Linear(24, 10), nn.Parameter(torch.randn(10))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.up(x)) @ self.vector
+
+
+def test_a_vector_does_not_close_a_region() -> None:
+    roles = derive_roles(Score(), models.hidden(), entry="forward")
+    assert words(roles) == {"up": "replicate"}
+    assert "summed over outside a linear layer" in reason(roles, "up")
+
+
 def test_fused_gate() -> None:
     block = models.Block(models.FusedAttention("split"), models.GatedMLP())
     roles = proved(nn.Sequential(block), models.hidden())
