@@ -64,7 +64,9 @@ class UserStage(PipelineStage):
     ) -> None:
         super().__init__(program, index, num_stages, device, group=group)
         self.backward_is_whole = False
-        """Leave the backward passes of inputs and weights together, where a schedule would have them apart."""
+        """Leave the backward passes of inputs and weights together, where a schedule would have them apart; may become
+        True in the middle of a step."""
+        self._whole_chunks: set[int] = set()
         self.watch: Callable[[str, int, int, Callable[[], Any]], Any] = lambda kind, stage, micro, run: run()
         """Runs every action; sees its kind, stage and micro-batch."""
         self._traffic: list[Traffic] = []
@@ -76,7 +78,7 @@ class UserStage(PipelineStage):
             self.has_backward = has_backward
             self.chunks = len(traffic)
             self._make_buffers()
-        self.dw_builder = (lambda: lambda: None) if self.backward_is_whole else None
+        self._whole_chunks.clear()
         self._stage_meta.inputs = tuple(_meta(t) for t in traffic[0].receives)
         self._stage_meta.outputs = tuple(_meta(t) for t in traffic[0].sends)
         self.backward_state.clear()
@@ -115,6 +117,9 @@ class UserStage(PipelineStage):
     ) -> None:
         if not self.has_backward:
             return
+        if self.backward_is_whole:
+            self._whole_chunks.add(bwd_chunk_id)
+        self._leave_whole(bwd_chunk_id)
         run = super().backward_one_chunk
         count = len(self._traffic[bwd_chunk_id].receives)
         try:
@@ -133,11 +138,16 @@ class UserStage(PipelineStage):
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if not self.has_backward or bwd_chunk_id not in self.dw_runner:
             return
+        self._leave_whole(bwd_chunk_id)
         run = super().backward_weight_one_chunk
         try:
             self.watch("W", self.stage_index, bwd_chunk_id, lambda: run(bwd_chunk_id, last_backward))
         except BackwardFailed:
             self.dw_runner.pop(bwd_chunk_id, None)
+
+    def _leave_whole(self, chunk: int) -> None:
+        """Tells torch's halves of the backward pass whether the first of them does all for this micro-batch."""
+        self.dw_builder = (lambda: lambda: None) if chunk in self._whole_chunks else None
 
     def get_local_bwd_output(self, mb_index: int) -> Any:
         return super().get_local_bwd_output(mb_index) if self.has_backward else ()

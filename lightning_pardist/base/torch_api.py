@@ -151,18 +151,29 @@ def without_function_modes() -> AbstractContextManager[object]:
 
 
 @contextmanager
-def checkpoints_without_reentry() -> Iterator[None]:
+def checkpoints_without_reentry(noticed: Callable[[], None] = lambda: None) -> Iterator[None]:
     """Runs ``checkpoint(use_reentrant=True)`` as the other kind, with the same numbers.
 
     The reentrant kind hides its gradient graph until the backward pass and refuses ``autograd.grad``: a pipeline stage
     could neither send what is made inside nor take the halves of a backward pass apart.
+
+    Args:
+        noticed: called whenever a checkpoint of either kind begins.
     """
-    original = torch_checkpoint.CheckpointFunction
-    torch_checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc, assignment]  # looked up at every call
+    reentrant, other = torch_checkpoint.CheckpointFunction, torch_checkpoint._checkpoint_without_reentrant_generator
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        noticed()
+        return other(*args, **kwargs)
+
+    # Both are looked up at every call.
+    torch_checkpoint.CheckpointFunction = _NotReentrant  # type: ignore[misc, assignment]
+    torch_checkpoint._checkpoint_without_reentrant_generator = watched
     try:
         yield
     finally:
-        torch_checkpoint.CheckpointFunction = original  # type: ignore[misc]
+        torch_checkpoint.CheckpointFunction = reentrant  # type: ignore[misc]
+        torch_checkpoint._checkpoint_without_reentrant_generator = other
 
 
 class _NotReentrant:

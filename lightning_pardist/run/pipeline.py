@@ -114,8 +114,7 @@ class PipelineRunner:
             stage.watch = self._watch(run)
             reaches_back = all(tensor.requires_grad for part in traffic for tensor in part.receives)
             splits = reaches_back and splits_well(request.flow, program.stage)
-            # Recomputed blocks would be computed once more for each half.
-            stage.backward_is_whole = bool(self._model.plan.recompute.blocks) or not splits
+            stage.backward_is_whole = not splits
             stage.prepare(traffic, has_backward=request.training)
         for shard in self._model.shards:
             shard.take_gradient()
@@ -127,7 +126,7 @@ class PipelineRunner:
             with (
                 self._model.shown(),
                 torch.random.fork_rng(devices=devices) if draws else nullcontext(),
-                checkpoints_without_reentry(),
+                checkpoints_without_reentry(self._note_checkpoint),
             ):
                 kwargs = [{"micro": micro} for micro in range(len(request.micros))]
                 api.run_schedule(schedule, kwargs, has_backward=request.training)
@@ -169,6 +168,12 @@ class PipelineRunner:
         """Forgets what a sharded module has summed up whole and not reduced."""
         if self._root is not None:
             api.drop_whole_gradients(self._model.module)
+
+    def _note_checkpoint(self) -> None:
+        """Has the stage that runs do its backward passes whole: in two halves, it would recompute once per weight."""
+        for program, stage in zip(self._programs, self._stages, strict=True):
+            if program.is_running:
+                stage.backward_is_whole = True
 
     def _root_call(self) -> Callable[[Callable[[], Any]], Any]:
         """Returns what runs a function on whole parameters, or on this rank's share of them on a tensor axis."""

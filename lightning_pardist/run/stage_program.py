@@ -81,6 +81,8 @@ class StageProgram(nn.Module):
         self._module: nn.Module
         self._cut: PipelineCut
         self.run: StepRun | None = None
+        self.is_running = False
+        """The user's step runs forward on this stage."""
         # Not a submodule: parameters() must be those of this stage alone.
         object.__setattr__(self, "_module", module)
         object.__setattr__(self, "_cut", cut)
@@ -109,6 +111,7 @@ class StageProgram(nn.Module):
         values = dict(zip(run.receives[self.stage.index], (Apart.apply(t) for t in received), strict=True))
         listener = _Listener(self.stage, batch, values, run, is_last=self.is_last)
         self._cut.listener = listener
+        self.is_running = True
         try:
             with run.around(micro, self.is_last):
                 if batch.seed is not None:
@@ -116,6 +119,7 @@ class StageProgram(nn.Module):
                 result = run.root_call(lambda: self._until_cut(batch, listener))
         finally:
             self._cut.listener = None
+            self.is_running = False
         if not self.is_last:
             return tuple(to_be_sent(tensor) for tensor in result)
         output, loss = result

@@ -8,10 +8,9 @@ identity, so ``F.linear``, ``addmm``, ``einsum`` and ``x @ w.t()`` are one case.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -26,12 +25,13 @@ from lightning_pardist.base.function_names import CONTRACTIONS, function_name
 from lightning_pardist.base.nested import leaves, map_leaves
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
+from lightning_pardist.run.call_scopes import CallScopes
 from lightning_pardist.run.sequence import SequenceShards, SequenceState
 from lightning_pardist.run.tensor_ops import sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
 from lightning_pardist.specs.tensor_plan import SequenceStack, TensorLayout, TensorPlan
-from lightning_pardist.specs.tensor_roles import ShardCall, TensorRole
+from lightning_pardist.specs.tensor_roles import TensorRole
 
 _T = TypeVar("_T")
 
@@ -46,15 +46,6 @@ class Use:
 
     role: TensorRole
     layout: TensorLayout
-
-
-@dataclass
-class _Scope:
-    """One running forward of a module whose calls are counted."""
-
-    calls: dict[tuple[str, int], ShardCall]
-    names: frozenset[str]
-    counts: dict[str, int] = field(default_factory=dict)
 
 
 class TensorMode(TorchFunctionMode):
@@ -82,11 +73,10 @@ class TensorMode(TorchFunctionMode):
         """Keeps what was made of weights in this step, for it is known by identity."""
         self._inputs: list[tuple[Tensor, Tensor]] = []
         self._names: dict[Any, str] = {}
-        self._running = threading.local()
-        self._scopes: dict[str, tuple[dict[tuple[str, int], ShardCall], frozenset[str]]] = {}
+        self._scopes = CallScopes(self, self._forget)
         self._sequence = SequenceShards(self._rank, self._size, self._group)
         self._know_weights()
-        self._install_scopes()
+        self._handles += self._scopes.install(model, plan)
         self._install_sequence()
 
     # ---- set-up ------------------------------------------------------------------------------------------------------
@@ -115,24 +105,6 @@ class TensorMode(TorchFunctionMode):
                 self._weights[id(whole)] = use
                 del self._unknown[key]
 
-    def _install_scopes(self) -> None:
-        by_module: dict[str, dict[tuple[str, int], ShardCall]] = {}
-        for call in self._plan.calls:
-            by_module.setdefault(call.module, {})[call.function, call.ordinal] = call
-        for name, calls in by_module.items():
-            names = frozenset(function for function, _ in calls)
-            self._scopes[name] = calls, names
-            self._watch(self._model.module.get_submodule(name), calls, names)
-        for name in self._plan.quiet_modules:
-            self._watch(self._model.module.get_submodule(name), {}, frozenset())
-        # Blocks, and whatever holds a sharded weight: code of theirs may be recomputed in the backward pass.
-        profile = self._model.profile
-        others = [block.name for block in profile.blocks()] if profile is not None else []
-        others += [layout.parameter.rpartition(".")[0] for layout in self._plan.layouts]
-        for name in dict.fromkeys(others):
-            if name and name not in by_module and name not in self._plan.quiet_modules:
-                self._watch(self._model.module.get_submodule(name), {}, frozenset())
-
     def _install_sequence(self) -> None:
         for stack in self._plan.sequence_stacks:
             for part, is_running in self._parts(stack):
@@ -151,52 +123,19 @@ class TensorMode(TorchFunctionMode):
                 around = tuple(name for name in stack.around_regions if name.startswith(inside))
                 yield replace(stack, blocks=blocks, around_regions=around), partial(cut.runs, stage.first)
 
-    def _watch(self, module: nn.Module, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
-        self._handles.append(module.register_forward_pre_hook(lambda *_: self._enter(calls, names)))
-        self._handles.append(module.register_forward_hook(lambda *_: self._leave(), always_call=True))
-
-    def _enter(self, calls: dict[tuple[str, int], ShardCall], names: frozenset[str]) -> None:
-        state = self._state()
-        # A block that is recomputed in the backward pass runs outside the step, perhaps in a thread of autograd's.
-        is_outermost = state["depth"] == 0
-        state["scopes"].append((_Scope(calls, names), is_outermost))
-        if is_outermost:
-            state["depth"] += 1
-            self.__enter__()
-
-    def _leave(self) -> None:
-        state = self._state()
-        if state["scopes"]:
-            _, is_outermost = state["scopes"].pop()
-            if is_outermost:
-                state["depth"] -= 1
-                self.__exit__(None, None, None)
-                self._forget()
-
     @contextmanager
-    def _scope_of(self, block: str, sequence: SequenceState) -> Iterator[None]:
-        calls, names = self._scopes.get(block, ({}, frozenset()))
-        self._enter(calls, names)
-        try:
-            with self._sequence.as_it_was(sequence):
-                yield
-        finally:
-            self._leave()
+    def _as_in(self, block: str, sequence: SequenceState) -> Iterator[None]:
+        with self._scopes.inside(block), self._sequence.as_it_was(sequence):
+            yield
 
     def again(self, block: str) -> Callable[[], AbstractContextManager[object]]:
         """Returns what makes a context to compute a block in once more, as now; the block's hooks do not run there."""
-        return partial(self._scope_of, block, self._sequence.state())
+        return partial(self._as_in, block, self._sequence.state())
 
     def remove(self) -> None:
         """Takes its hooks off the module."""
         for handle in self._handles:
             handle.remove()
-
-    def _state(self) -> dict[str, Any]:
-        if not hasattr(self._running, "state"):
-            self._running.state = {"depth": 0, "scopes": []}
-        state: dict[str, Any] = self._running.state
-        return state
 
     def run(self, fn: Callable[[], _T]) -> _T:
         """Returns ``fn()``, run on shares.
@@ -213,17 +152,11 @@ class TensorMode(TorchFunctionMode):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Is active in this context."""
-        state = self._state()
-        state["depth"] += 1
-        before = state["scopes"]
-        state["scopes"] = []
         self._know_gathered()
         try:
-            with self:
+            with self._scopes.step(), self:
                 yield
         finally:
-            state["depth"] -= 1
-            state["scopes"] = before
             self._sequence.reset()
             self._forget()
 
@@ -243,7 +176,7 @@ class TensorMode(TorchFunctionMode):
         name = self._names.get(func)
         if name is None:
             name = self._names[func] = function_name(func)
-        call = self._counted(name)
+        call = self._scopes.next_call(name)
         if name in CONTRACTIONS:
             found = self._weight_of(args, kwargs)
             if found is not None:
@@ -262,18 +195,6 @@ class TensorMode(TorchFunctionMode):
                 return func(*args, **kwargs)
         out = func(*args, **kwargs) if call is None else self._whole_sizes.run(call, func, tuple(args), kwargs)
         return self._followed(args[0], out) if args else out
-
-    def _counted(self, name: str) -> ShardCall | None:
-        scopes = self._state()["scopes"]
-        if not scopes:
-            return None
-        scope = scopes[-1][0]
-        if name not in scope.names:
-            return None
-        ordinal = scope.counts.get(name, 0)
-        scope.counts[name] = ordinal + 1
-        call: ShardCall | None = scope.calls.get((name, ordinal))
-        return call
 
     def _weight_of(self, args: Any, kwargs: Any) -> Use | None:
         for item in (*args, *kwargs.values()):

@@ -33,7 +33,7 @@ GROUPS: dict[str, tuple[int, list[Case]]] = {
     "schedules on two stages": (2, [("gpt4", {**TWO, "schedule": s}, CLIP) for s in SCHEDULES]),
     "schedules on four stages": (
         4,
-        [("gpt4", {**FOUR, "schedule": s}, BOTH) for s in ("1f1b", "interleaved_zero_bubble", "zbv_zero_bubble")],
+        [("gpt4", {**FOUR, "schedule": s}, BOTH) for s in SCHEDULES],
     ),
     "modules": (
         2,
