@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
+from itertools import islice
 
 from benchmarks.support.zoo_rows import Row, Verdict
 
@@ -41,16 +43,16 @@ def page(rows: list[Row], everything: dict[str, list[str]]) -> str:
     for family, members in everything.items():
         lines += _family(family, members, {row.name: row for row in rows})
     lines += _reasons(rows)
-    return re.sub(r"\S*/site-packages/", "", "\n".join(lines)) + "\n"
+    text = "\n".join(lines).replace(os.getcwd() + os.sep, "")
+    return re.sub(r"\S*/site-packages/", "", text) + "\n"
 
 
 def _versions() -> str:
     found = []
+    places = [*sys.path, os.environ.get("ZOO_SITE", "")]
     for name in ("torch", "lightning", "transformers", "timm", "torchvision"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
+        for distribution in islice(distributions(name=name, path=places), 1):
+            found.append(f"{name} {distribution.version}")
     return ", ".join(found)
 
 
@@ -86,6 +88,8 @@ def _family(family: str, members: Sequence[str], rows: dict[str, Row]) -> list[s
     if unusable := [row for row in found if row.unusable]:
         lines += ["", "Not compared, for it does not run in one process, or not twice the same:", ""]
         lines += [f"- {_short(row.name)}: {row.unusable}" for row in unusable]
+    if left := [_short(name) for name in members if name not in rows]:
+        lines += ["", f"Not measured in this run ({len(left)} of {len(members)} listed): {', '.join(left)}."]
     return [*lines, ""]
 
 

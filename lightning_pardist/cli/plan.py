@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +17,13 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.cli.capture import Captured, capture, run_on_meta
 from lightning_pardist.cli.plan_output import estimate_text, ranking_text, write_chart
 from lightning_pardist.plan import format_plan
-from lightning_pardist.plan.estimate import FILL, Cluster
+from lightning_pardist.plan.estimate import Cluster
+from lightning_pardist.plan.layouts import FILL
 from lightning_pardist.specs.block_levers import RecomputeOptions
 from lightning_pardist.specs.config import ParallelConfig
 from lightning_pardist.specs.device import Device, parse_device
+from lightning_pardist.specs.pipeline_options import PipelineOptions
+from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.strategies.estimating import PRECISIONS, Estimator, config_from
 from lightning_pardist.strategies.hybrid import HybridStrategy
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
@@ -75,8 +78,15 @@ def run(arguments: Namespace) -> None:
             text += f"\n\n{estimate_text(fitting)}"
         chosen = fitting or next((c.estimate for c in candidates if c.estimate), None)
     else:
-        config, recompute = _layout(arguments, captured)
-        chosen = estimator.estimate(config, cluster, recompute)
+        layout = _layout(arguments, captured)
+        sizes = layout.config.resolve(world_size=cluster.world_size, num_nodes=cluster.num_nodes)
+        chosen = estimator.estimate(
+            layout.config,
+            cluster,
+            layout.recompute,
+            tensor=layout.tensor if sizes.tensor_parallel > 1 else None,
+            pipeline=layout.pipeline if sizes.pipeline_parallel > 1 else None,
+        )
         figures = chosen.to_dict()
         text = f"{format_plan(chosen.plan)}\n\n{estimate_text(chosen)}"
     text = "\n".join([text, *(f"note: {note}" for note in captured.notes)])
@@ -184,19 +194,31 @@ def _word(precision: Any) -> str:
     return word
 
 
-def _layout(arguments: Namespace, captured: Captured) -> tuple[ParallelConfig, RecomputeOptions | None]:
+@dataclass(frozen=True)
+class _Layout:
+    """What is to be estimated."""
+
+    config: ParallelConfig
+    recompute: RecomputeOptions | None
+    tensor: TensorOptions | None = None
+    pipeline: PipelineOptions | None = None
+
+
+def _layout(arguments: Namespace, captured: Captured) -> _Layout:
     strategy = captured.asked.get("strategy", "auto")
-    recompute = strategy.recompute if isinstance(strategy, HybridStrategy) else None
+    own = strategy if isinstance(strategy, HybridStrategy) else None
+    recompute = own.recompute if own is not None else None
     if arguments.recompute is not None:
         recompute = RecomputeOptions(mode=arguments.recompute)
+    options = (own.tensor_options, own.pipeline_options) if own is not None else (None, None)
     text = arguments.layout
-    if text is None and isinstance(strategy, HybridStrategy):
-        return strategy.config, recompute
+    if text is None and own is not None:
+        return _Layout(own.config, recompute, *options)
     if text is None:
         text = strategy if strategy in PRESETS else "pardist_hybrid"
     if text in PRESETS:
-        return config_from(dict(PRESETS[text].arguments)), recompute
-    return _sizes(text), recompute
+        return _Layout(config_from(dict(PRESETS[text].arguments)), recompute, *options)
+    return _Layout(_sizes(text), recompute, *options)
 
 
 def _sizes(text: str) -> ParallelConfig:

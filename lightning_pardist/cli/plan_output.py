@@ -9,10 +9,10 @@ from pathlib import Path
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.plan.report import format_bytes
-from lightning_pardist.specs.estimate import Candidate, Estimate, MemoryTerms
+from lightning_pardist.specs.estimate import Candidate, Estimate, MemoryTerms, grouped
 
 TERMS = tuple(field.name for field in fields(MemoryTerms) if field.name != "host")
-_COLOURS = ("#4878a8", "#e8a838", "#6aa84f", "#b85450", "#8c6bb1", "#999999")
+_COLOURS = ("#4878a8", "#e8a838", "#6aa84f", "#b85450", "#8c6bb1", "#999999", "#5fb3b3")
 _LOWER_BOUND = "a lower bound: peaks of data sheets, everything overlapped"
 
 
@@ -24,11 +24,20 @@ def estimate_text(estimate: Estimate) -> str:
     if worst.host:
         rows.append(("on the host", format_bytes(worst.host)))
     lines = [f"Memory of rank {estimate.worst_rank}, which holds most of {estimate.world_size}", *_table(rows)]
-    lines += ["Collectives per step of one micro-batch", *_table(_traffic_rows(estimate))]
+    pipeline = estimate.plan.pipeline
+    if pipeline is not None:
+        lines += [
+            f"Pipeline ranks ({pipeline.schedule}, idle {estimate.idle_share:.1%})",
+            *_table(_stage_rows(estimate)),
+        ]
+    lines += [
+        f"Collectives of rank {estimate.busiest_rank}, which sends most, per optimizer step of one batch",
+        *_table(_traffic_rows(estimate)),
+    ]
     work = [("forward", f"{estimate.flops_forward:.4g}"), ("backward", f"{estimate.flops_backward:.4g}")]
     if estimate.flops_again:
-        work.append(("of it recomputed", f"{estimate.flops_again:.4g}"))
-    lines += [f"FLOPs of one rank's batch ({estimate.batch_rows} rows)", *_table(work)]
+        work.append(("recomputed", f"{estimate.flops_again:.4g}"))
+    lines += [f"FLOPs of the rank that computes most, for one batch ({estimate.batch_rows} rows)", *_table(work)]
     if estimate.roofline is not None:
         roofline = estimate.roofline
         lines += [
@@ -47,13 +56,17 @@ def estimate_text(estimate: Estimate) -> str:
 def ranking_text(candidates: Sequence[Candidate], fill: float) -> str:
     """Returns the ranked layouts as lines of text."""
     fitting = [c for c in candidates if c.rejected is None]
-    rows = [("", "layout", "memory", "step (roofline)", "sent per rank")]
+    rows = [("", "layout", "memory", "step (roofline)", "batches", "time per batch", "sent per rank", "idle")]
     for position, candidate in enumerate(fitting, start=1):
         estimate = candidate.estimate
         assert estimate is not None
         step = ">= " + _seconds(estimate.roofline.seconds) if estimate.roofline else "unknown"
-        sent = format_bytes(sum(each.sent_per_rank for each in estimate.traffic))
-        rows.append((str(position), candidate.layout, format_bytes(estimate.worst.total), step, sent))
+        sent = format_bytes(sum(traffic.sent_per_rank for traffic in estimate.traffic))
+        idle = f"{estimate.idle_share:.1%}" if estimate.plan.pipeline is not None else ""
+        batches, each = str(estimate.plan.sizes.data_parallel), estimate.seconds_per_batch
+        share = "unknown" if each is None else f">= {_seconds(each)}"
+        memory = format_bytes(estimate.worst.total)
+        rows.append((str(position), candidate.layout, memory, step, batches, share, sent, idle))
     lines = [f"Layouts that fill at most {fill:.0%} of the memory, best first; times are {_LOWER_BOUND}"]
     lines += _table(rows) if fitting else ["  none: more ranks, recomputation per operator or smaller batches are left"]
     if fitting:
@@ -82,11 +95,24 @@ def write_chart(estimate: Estimate, path: Path) -> None:
 
 def _groups(estimate: Estimate) -> list[tuple[str, MemoryTerms]]:
     """Ranks that hold the same make one bar; bars beyond 64 are left out, the fullest stay."""
-    ranks: dict[MemoryTerms, list[int]] = {}
-    for rank, terms in enumerate(estimate.memory_by_rank):
-        ranks.setdefault(terms, []).append(rank)
-    bars = [(_ranges(members), terms) for terms, members in ranks.items()]
+    ranks = grouped(estimate.memory_by_rank)
+    bars = [(_ranges(members) + _stages_of(estimate, members), terms) for terms, members in ranks.items()]
     return sorted(bars, key=lambda bar: -bar[1].total)[:64]
+
+
+def _stages_of(estimate: Estimate, ranks: Sequence[int]) -> str:
+    """Returns which stages the ranks have; the pipeline axis is the outermost of the mesh."""
+    pipeline = estimate.plan.pipeline
+    if pipeline is None:
+        return ""
+    places = {rank * pipeline.ranks // estimate.world_size for rank in ranks}
+    stages = sorted(stage.index for place in places for stage in pipeline.stages_of(place))
+    return f" (stage {', '.join(map(str, stages))})"
+
+
+def _axes_words(estimate: Estimate) -> str:
+    sizes = ((axis.replace("_", " "), size) for axis, size in estimate.plan.sizes.as_dict().items() if size > 1)
+    return ", ".join(f"{axis} {size}" for axis, size in sizes) or "one rank"
 
 
 def _ranges(ranks: Sequence[int]) -> str:
@@ -99,7 +125,7 @@ def _ranges(ranks: Sequence[int]) -> str:
 def _page(estimate: Estimate, groups: Sequence[tuple[str, MemoryTerms]]) -> str:
     limit = estimate.device.memory_bytes if estimate.device else 0.0
     widest = max([terms.total for _, terms in groups] + [limit])
-    height, left, width = 26, 190, 720
+    height, left, width = 26, 260, 720
     parts = []
     for row, (label, terms) in enumerate(groups):
         x, y = float(left), row * height + 10
@@ -124,7 +150,7 @@ def _page(estimate: Estimate, groups: Sequence[tuple[str, MemoryTerms]]) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 140}" height="{bottom + 36}" '
         f'font-family="sans-serif" font-size="12">{"".join(parts)}</svg>'
     )
-    title = f"Memory per rank: {estimate.plan.module_class} on {estimate.world_size} ranks"
+    title = f"Memory per rank: {estimate.plan.module_class} on {estimate.world_size} ranks ({_axes_words(estimate)})"
     text = html.escape(estimate_text(estimate))
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
@@ -148,6 +174,7 @@ def _png(estimate: Estimate, groups: Sequence[tuple[str, MemoryTerms]], path: Pa
     if estimate.device is not None:
         plot.axvline(estimate.device.memory_bytes / 2**30, linestyle="--", color="black")
     plot.set_xlabel("GiB")
+    plot.set_title(f"{estimate.plan.module_class}: {_axes_words(estimate)}")
     plot.legend()
     figure.tight_layout()
     figure.savefig(path)
@@ -172,6 +199,27 @@ def _traffic_rows(estimate: Estimate) -> list[tuple[str, ...]]:
         links = "between nodes" if each.crosses_nodes else "within a node"
         sizes = format_bytes(each.nbytes), format_bytes(each.sent_per_rank)
         rows.append((each.axis, each.collective, str(each.count), *sizes, links))
+    return rows
+
+
+def _stage_rows(estimate: Estimate) -> list[tuple[str, ...]]:
+    pipeline = estimate.plan.pipeline
+    assert pipeline is not None
+    rows: list[tuple[str, ...]] = [("rank", "stages", "blocks", "most memory", "activations", "FLOPs")]
+    width = estimate.world_size // pipeline.ranks
+    for place, work in enumerate(estimate.work):
+        stages = pipeline.stages_of(place)
+        most = max(terms.total for terms in estimate.memory_by_rank[place * width : (place + 1) * width])
+        rows.append(
+            (
+                str(place),
+                ", ".join(str(stage.index) for stage in stages),
+                str(sum(len(stage.blocks) for stage in stages)),
+                format_bytes(most),
+                _bytes(work.activation_bytes),
+                f"{work.flops_forward + work.flops_backward:.4g}",
+            )
+        )
     return rows
 
 

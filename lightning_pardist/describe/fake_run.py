@@ -25,6 +25,8 @@ from lightning_pardist.specs.model_profile import ModelProfile
 Observer = Callable[[nn.Module, Any], AbstractContextManager[object]]
 Prepare = Callable[[nn.Module, StepRecorder], None]
 """Changes the fake module before its step."""
+Reshape = Callable[[nn.Module], None]
+"""Gives the fake module other parameters, before anybody knows them."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class FakeRunRequest:
     observe: Observer | None = None
     prepare: Prepare | None = None
     gather_dtype: torch.dtype | None = None
+    reshape: Reshape | None = None
 
 
 class FakeRun:
@@ -61,6 +64,8 @@ class FakeRun:
         for tensor in (*module.parameters(), *module.buffers()):
             copier.copy(tensor)
         self._module = copier.copy(module)
+        if request.reshape is not None:
+            request.reshape(self._module)
         if request.gather_dtype is not None:
             lower_parameters(self._module, request.gather_dtype)
         self._batch = copier.copy(request.batch)

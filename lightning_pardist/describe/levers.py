@@ -58,7 +58,9 @@ def profile_under(
             recompute_block(fake.get_submodule(name), how)
         if conditions.gather_dtype is not None:
             for name in conditions.cast_inputs_of:
-                fake.get_submodule(name).register_forward_pre_hook(_cast_to(conditions.gather_dtype), with_kwargs=True)
+                fake.get_submodule(name).register_forward_pre_hook(
+                    cast_inputs_to(conditions.gather_dtype), with_kwargs=True
+                )
 
     profile = profile_prepared(
         module,
@@ -72,7 +74,9 @@ def profile_under(
     return profile, frozenset(hits)
 
 
-def _cast_to(dtype: torch.dtype) -> Any:
+def cast_inputs_to(dtype: torch.dtype) -> Any:
+    """Returns a hook before a module's forward that casts what enters it, as fully_shard does."""
+
     def cast(value: Any) -> Any:
         return value.to(dtype) if isinstance(value, torch.Tensor) and value.is_floating_point() else value
 

@@ -16,7 +16,7 @@ from lightning_pardist.base.torch_api import DataDependentOutputException, Dynam
 from lightning_pardist.describe.assemble import assemble_profile
 from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.entries import Entry
-from lightning_pardist.describe.fake_run import FakeRun, FakeRunRequest, Observer, Prepare
+from lightning_pardist.describe.fake_run import FakeRun, FakeRunRequest, Observer, Prepare, Reshape
 from lightning_pardist.describe.libraries import fakes_pass_for_real, libraries_ask_for_fakes
 from lightning_pardist.describe.questions import UnknownNumber, UnknownValueError
 from lightning_pardist.describe.record import named_tensors
@@ -100,6 +100,7 @@ def profile_prepared(
     batch: Any,
     prepare: Prepare,
     *,
+    reshape: Reshape | None = None,
     gather_dtype: torch.dtype | None = None,
     entry: Entry = "training_step",
     autocast_dtype: torch.dtype | None = None,
@@ -111,6 +112,7 @@ def profile_prepared(
         module: as for ``profile_model``.
         batch: as for ``profile_model``.
         prepare: changes the fake copy in place.
+        reshape: gives it other parameters before that.
         gather_dtype: dtype in which floating parameters are used, as under sharding with mixed precision; None: theirs.
         entry: what to run.
         autocast_dtype: as for ``profile_model``.
@@ -121,8 +123,9 @@ def profile_prepared(
     _check_device(device)
     with keep_rng_state():
         request = FakeRunRequest(
-            module, batch, entry, autocast_dtype, device, observe=None, prepare=prepare, gather_dtype=gather_dtype
-        )
+            module, batch, entry, autocast_dtype, device, observe=None, prepare=prepare, gather_dtype=gather_dtype,
+            reshape=reshape,
+        )  # fmt: skip
         profile = _run(request)
     rows, tokens = _rows_and_tokens(batch)
     return replace(profile, batch_rows=rows, batch_tokens=tokens, entry=entry)

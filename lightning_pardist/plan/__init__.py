@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+from lightning_pardist.base import axes
 from lightning_pardist.plan.block_levers import plan_compile, plan_recompute, with_costs
 from lightning_pardist.plan.costs import state_bytes, step_traffic
 from lightning_pardist.plan.data_parallel import PlanInput, plan_data_parallel
-from lightning_pardist.plan.pipeline_report import fullest_rank, largest_state, units_of
+from lightning_pardist.plan.pipeline_report import fullest_pipeline_rank, largest_state
+from lightning_pardist.plan.rank_view import RankViews
 from lightning_pardist.plan.report import format_plan
 from lightning_pardist.plan.sequence_parallel import with_sequence_parallel
 from lightning_pardist.plan.tensor_costs import profile_on_tensor_axis, tensor_traffic
 from lightning_pardist.plan.tensor_parallel import make_tensor_plan
-from lightning_pardist.specs.parallel_plan import ParallelPlan
+from lightning_pardist.specs.model_profile import ModelProfile
+from lightning_pardist.specs.parallel_plan import ParallelPlan, Traffic
 from lightning_pardist.specs.pipeline_plan import PipelinePlan
 
 __all__ = [
@@ -43,8 +48,7 @@ def make_plan(
     data_parallel = plan_data_parallel(given)
     held = profile_on_tensor_axis(given.profile, given.tensor)
     shard_size = given.sizes.data_parallel_shard if data_parallel.kind == "shard" else 1
-    here = fullest_rank(held, pipeline)
-    return ParallelPlan(
+    plan = ParallelPlan(
         module_class=given.profile.module_class,
         sizes=given.sizes,
         precision=given.precision,
@@ -53,12 +57,20 @@ def make_plan(
             held, pipeline, shard_size, optimizer_bytes_per_element, whole=data_parallel.ignored_parameters
         ),
         state_one_process=state_bytes(given.profile, 1, optimizer_bytes_per_element),
-        traffic=(
-            *step_traffic(here, units_of(data_parallel, here), given.sizes, given.precision),
-            *tensor_traffic(given.tensor, given.profile, shard_size),
-        ),
+        traffic=(),
         tensor=given.tensor,
         pipeline=pipeline,
         recompute=given.recompute,
         compile=plan_compile(given.profile, given.compile, data_parallel.units),
+    )
+    return replace(plan, traffic=_traffic(plan, given.profile, held))
+
+
+def _traffic(plan: ParallelPlan, profile: ModelProfile, held: ModelProfile) -> tuple[Traffic, ...]:
+    """Returns the collectives of the first rank of the pipeline rank that holds most, but for what crosses its cuts."""
+    place = {**dict.fromkeys(axes.AXES, 0), axes.PIPELINE_PARALLEL: fullest_pipeline_rank(held, plan.pipeline)}
+    view = RankViews(plan=plan, profile=profile).at(place)
+    return (
+        *step_traffic(view.profile, view.data_parallel, plan.sizes, plan.precision),
+        *tensor_traffic(profile, view),
     )

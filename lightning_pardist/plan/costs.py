@@ -19,6 +19,8 @@ from lightning_pardist.specs.parallel_plan import DataParallelPlan, PrecisionPla
 DDP_FIRST_BUCKET_BYTES = 1024 * 1024
 DDP_BUCKET_BYTES = 25 * 1024 * 1024
 """Defaults of torch's DistributedDataParallel: a small first bucket starts communication early."""
+_BYTES_PER_SCALAR = 16
+"""Its gradient in float64, and how many ranks have one (``run.reduce``)."""
 
 
 def state_bytes(
@@ -57,7 +59,7 @@ def step_traffic(
     """Returns the collectives of one optimizer step of one micro-batch."""
     by_name = {p.name: p for p in profile.parameters}
     if plan.kind == "replicate":
-        return (_bucketed_all_reduce(by_name, plan),)
+        return (_bucketed_all_reduce(by_name, plan, in_buckets=sizes.pipeline_parallel == 1),)
     if plan.kind == "shard":
         return _sharded_traffic(by_name, plan, sizes, precision)
     return ()
@@ -89,17 +91,20 @@ def _sharded_traffic(
         )
     scalars = [by_name[name] for name in plan.scalar_parameters if by_name[name].requires_grad]
     if scalars:
-        nbytes = sum(p.nbytes for p in scalars)
+        nbytes = len(scalars) * _BYTES_PER_SCALAR
         found.append(Traffic(collective="all_reduce", axis=axes.DATA_PARALLEL, count=1, nbytes=nbytes))
     return tuple(found)
 
 
-def _bucketed_all_reduce(by_name: Mapping[str, ParameterProfile], plan: DataParallelPlan) -> Traffic:
+def _bucketed_all_reduce(
+    by_name: Mapping[str, ParameterProfile], plan: DataParallelPlan, *, in_buckets: bool
+) -> Traffic:
+    """Stages of a pipeline average their gradients in one go per dtype, when all micro-batches are through."""
     trainable = [p for p in by_name.values() if p.requires_grad and p.name not in plan.ignored_parameters]
     return Traffic(
         collective="all_reduce",
         axis=axes.DATA_PARALLEL,
-        count=_bucket_count(reversed(trainable)),
+        count=_bucket_count(reversed(trainable)) if in_buckets else len({p.dtype for p in trainable}),
         nbytes=sum(p.nbytes for p in trainable),
     )
 

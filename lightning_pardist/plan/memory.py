@@ -1,30 +1,22 @@
 """Bytes that each rank holds at the worst moment of a step. One function per term, over plan and profile.
 
-Of the data axes, with d ranks that share one copy (FSDP2 cuts dim 0 into d chunks of ceil(rows / d), so the first rank
-holds most and the last may hold nothing):
-
-    parameters, gradients, optimizer    a rank's chunks of all tensors, in their stored dtypes
-    gather buffers                      what is whole for a while: see ``gather_buffers``
-    activations                         what autograd keeps of one batch, after recomputation; the same on all ranks
-
-Another axis divides terms of its own here: a function takes the rank's place on the mesh, so it can ask for any axis.
+parameters, gradients, optimizer    what the rank stores of all tensors (see ``rank_view``), in their stored dtypes
+gather buffers                      what is whole for a while: see ``gather_buffers``
+activations                         what autograd keeps of the batches under way, after recomputation
+stage buffers                       what a pipeline stage receives for all micro-batches of a step
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
 from lightning_pardist.base import axes
 from lightning_pardist.plan.costs import gather_itemsize, padded_numel, reduce_itemsize
-from lightning_pardist.specs.estimate import MemoryTerms
+from lightning_pardist.plan.rank_view import Place, RankView, RankViews
+from lightning_pardist.specs.estimate import MemoryTerms, RankWork
 from lightning_pardist.specs.model_profile import ModelProfile, ParameterProfile
 from lightning_pardist.specs.parallel_plan import ParallelPlan, ShardUnit
-
-Place = Mapping[str, int]
-"""Axis -> coordinate."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,42 +26,29 @@ class Held:
     plan: ParallelPlan
     profile: ModelProfile
     optimizer_bytes_per_element: float | None
-    activation_bytes: int | None
-    """Of one batch of one rank, after recomputation."""
+    work: tuple[RankWork, ...]
+    """By rank of the pipeline; one entry without stages."""
+    idle_share: float = 0.0
+    """Of a pipeline's schedule."""
     accumulates: bool = False
     """Whether gradients of several micro-batches are added up before they are reduced."""
 
     @cached_property
-    def by_name(self) -> dict[str, ParameterProfile]:
-        """Parameters by their first names."""
-        return {p.name: p for p in self.profile.parameters}
+    def views(self) -> RankViews:
+        """What ranks hold of the parameters."""
+        return RankViews(plan=self.plan, profile=self.profile)
 
-    @cached_property
-    def whole(self) -> frozenset[str]:
-        """Names of parameters that every rank holds whole."""
-        data = self.plan.data_parallel
-        if data.kind != "shard":
-            return frozenset(self.by_name)
-        return frozenset((*data.scalar_parameters, *data.ignored_parameters))
-
-    def elements(self, p: ParameterProfile, place: Place) -> int:
-        """Elements of a parameter that the rank at ``place`` stores."""
-        if p.name in self.whole or not p.shape:
-            return p.numel
-        ways, index = self.plan.sizes.data_parallel_shard, place[axes.DATA_PARALLEL_SHARD]
-        chunk = math.ceil(p.shape[0] / ways)
-        rows = max(0, min(chunk, p.shape[0] - index * chunk))
-        return rows * math.prod(p.shape[1:])
+    def work_at(self, place: Place) -> RankWork:
+        """Returns the work of the rank at a place."""
+        return self.work[place[axes.PIPELINE_PARALLEL]]
 
 
 def memory_by_rank(held: Held) -> tuple[MemoryTerms, ...]:
     """Returns the terms of every rank of the mesh, in the order of ranks."""
-    places = _places(held.plan)
-    # Ranks that differ on no axis that divides anything hold the same.
-    known: dict[int, MemoryTerms] = {}
+    known: dict[tuple[int, int, int], MemoryTerms] = {}
     found = []
-    for place in places:
-        key = place[axes.DATA_PARALLEL_SHARD]
+    for place in held.views.places():
+        key = held.views.key(place)
         if key not in known:
             known[key] = _terms(held, place)
         found.append(known[key])
@@ -77,86 +56,85 @@ def memory_by_rank(held: Held) -> tuple[MemoryTerms, ...]:
 
 
 def _terms(held: Held, place: Place) -> MemoryTerms:
-    state = (parameters(held, place), gradients(held, place), optimizer(held, place))
+    view, shard, work = held.views.at(place), place[axes.DATA_PARALLEL_SHARD], held.work_at(place)
+    state = (parameters(view, shard), gradients(view, shard), optimizer(held, view, shard))
     offloaded = held.plan.data_parallel.cpu_offload
     stored, grads, moments = (0, 0, 0) if offloaded else state
     return MemoryTerms(
         parameters=stored,
         gradients=grads,
         optimizer=moments,
-        activations=held.activation_bytes,
-        gather_buffers=gather_buffers(held),
+        activations=work.activation_bytes,
+        gather_buffers=gather_buffers(held, view),
         buffers=held.profile.buffer_bytes,
+        stage_buffers=work.stage_buffer_bytes,
         host=sum(part or 0 for part in state) if offloaded else 0,
     )
 
 
-def parameters(held: Held, place: Place) -> int:
+def parameters(view: RankView, shard: int) -> int:
     """Bytes of the parameters that a rank stores."""
-    return sum(held.elements(p, place) * p.dtype.itemsize for p in held.profile.parameters)
+    return sum(view.elements(p, shard) * p.dtype.itemsize for p in view.profile.parameters)
 
 
-def gradients(held: Held, place: Place) -> int:
+def gradients(view: RankView, shard: int) -> int:
     """Bytes of the gradients that a rank stores until the optimizer's step."""
-    return sum(held.elements(p, place) * p.dtype.itemsize for p in held.profile.parameters if p.requires_grad)
+    return sum(view.elements(p, shard) * p.dtype.itemsize for p in view.trainable)
 
 
-def optimizer(held: Held, place: Place) -> int | None:
+def optimizer(held: Held, view: RankView, shard: int) -> int | None:
     """Bytes of the optimizer's state, None if unknown."""
     if held.optimizer_bytes_per_element is None:
         return None
-    elements = sum(held.elements(p, place) for p in held.profile.parameters if p.requires_grad)
-    return round(elements * held.optimizer_bytes_per_element)
+    return round(sum(view.elements(p, shard) for p in view.trainable) * held.optimizer_bytes_per_element)
 
 
-def gather_buffers(held: Held) -> int:
+def gather_buffers(held: Held, view: RankView) -> int:
     """Bytes of what is whole for a while, at the worst moment.
 
     With reshard (ZeRO-3) that is in the backward pass: the root, the unit at work and the one that is gathered ahead;
     the gradient of the unit at work, and the reduction's input of the unit before. Without (ZeRO-1, 2) all units are
-    whole; while ZeRO-1 accumulates, so are all gradients. Copies (ZeRO-0) gather nothing: gradients are their buckets.
+    whole. While gradients are added up whole (ZeRO-1 that accumulates, the micro-batches of a pipeline) all of them
+    are, in the dtype of the reduction. Copies (ZeRO-0) gather nothing: gradients are their buckets.
     """
-    data = held.plan.data_parallel
+    data = view.data_parallel
     if data.kind != "shard":
         return 0
     units = [unit for unit in data.units if unit.parameters]
-    gathered = [_gathered(held, unit) for unit in units]
+    gathered = [_gathered(view, unit) for unit in units]
     freed = sorted(
         (size for size, unit in zip(gathered, units, strict=True) if unit.reshard_after_forward), reverse=True
     )
     kept = sum(size for size, unit in zip(gathered, units, strict=True) if not unit.reshard_after_forward)
-    reduced = sorted((_reduced(held, unit) for unit in units), reverse=True)
-    whole_gradients = sorted((_whole_gradient(held, unit) for unit in units), reverse=True)
-    in_flight = sum(whole_gradients) if data.zero_stage == 1 and held.accumulates else sum(whole_gradients[:1])
-    return kept + sum(freed[:2]) + in_flight + sum(reduced[:1])
+    reduced = sorted((_reduced(view, unit) for unit in units), reverse=True)
+    fresh = sorted((_whole_gradient(view, unit) for unit in units), reverse=True)
+    adds_up_whole = held.plan.pipeline is not None or (data.zero_stage == 1 and held.accumulates)
+    added_up = sum(_added_up_gradient(view, unit) for unit in units) if adds_up_whole else 0
+    return kept + sum(freed[:2]) + (added_up or sum(fresh[:1])) + sum(reduced[:1])
 
 
-def _gathered(held: Held, unit: ShardUnit) -> int:
-    ways, precision = held.plan.sizes.data_parallel_shard, held.plan.precision
-    members = [held.by_name[name] for name in unit.parameters]
-    return sum(padded_numel(p, ways) * gather_itemsize(p, unit, precision) for p in members)
+def _gathered(view: RankView, unit: ShardUnit) -> int:
+    ways, precision = view.plan.sizes.data_parallel_shard, view.plan.precision
+    return sum(padded_numel(p, ways) * gather_itemsize(p, unit, precision) for p in _members(view, unit))
 
 
-def _whole_gradient(held: Held, unit: ShardUnit) -> int:
+def _whole_gradient(view: RankView, unit: ShardUnit) -> int:
     """A gradient has the dtype in which the parameter was gathered."""
-    precision = held.plan.precision
-    members = [held.by_name[name] for name in unit.parameters]
-    return sum(p.numel * gather_itemsize(p, unit, precision) for p in members if p.requires_grad)
+    precision = view.plan.precision
+    return sum(p.numel * gather_itemsize(p, unit, precision) for p in _members(view, unit) if p.requires_grad)
 
 
-def _reduced(held: Held, unit: ShardUnit) -> int:
-    ways, precision = held.plan.sizes.data_parallel_shard, held.plan.precision
-    members = [held.by_name[name] for name in unit.parameters]
-    return sum(padded_numel(p, ways) * reduce_itemsize(p, unit, precision) for p in members if p.requires_grad)
+def _added_up_gradient(view: RankView, unit: ShardUnit) -> int:
+    """Sums are kept in the dtype of the reduction."""
+    precision = view.plan.precision
+    return sum(p.numel * reduce_itemsize(p, unit, precision) for p in _members(view, unit) if p.requires_grad)
 
 
-def _places(plan: ParallelPlan) -> list[Place]:
-    sizes = plan.sizes.as_dict()
-    places: list[Place] = []
-    for rank in range(plan.sizes.world_size):
-        place: dict[str, int] = {}
-        rest = rank
-        for axis in reversed(axes.AXES):
-            rest, place[axis] = divmod(rest, sizes[axis])
-        places.append(place)
-    return places
+def _reduced(view: RankView, unit: ShardUnit) -> int:
+    ways, precision = view.plan.sizes.data_parallel_shard, view.plan.precision
+    trainable = [p for p in _members(view, unit) if p.requires_grad]
+    return sum(padded_numel(p, ways) * reduce_itemsize(p, unit, precision) for p in trainable)
+
+
+def _members(view: RankView, unit: ShardUnit) -> list[ParameterProfile]:
+    return [view.by_name[name] for name in unit.parameters]

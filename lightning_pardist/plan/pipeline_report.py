@@ -11,13 +11,20 @@ from lightning_pardist.specs.parallel_plan import DataParallelPlan, StateBytes
 from lightning_pardist.specs.pipeline_plan import PipelinePlan, StagePlan
 
 
+def fullest_pipeline_rank(profile: ModelProfile, pipeline: PipelinePlan | None) -> int:
+    """Returns the pipeline rank that holds most bytes of parameters; 0 without stages."""
+    if pipeline is None:
+        return 0
+    parts = [pipeline.held_by(rank) for rank in range(pipeline.ranks)]
+    sizes = [sum(p.nbytes for p in profile.parameters if p.name in part) for part in parts]
+    return sizes.index(max(sizes))
+
+
 def fullest_rank(profile: ModelProfile, pipeline: PipelinePlan | None) -> ModelProfile:
     """Returns the profile with the parameters of the pipeline rank that holds most bytes of them."""
     if pipeline is None:
         return profile
-    parts = [pipeline.held_by(rank) for rank in range(pipeline.ranks)]
-    sizes = [sum(p.nbytes for p in profile.parameters if p.name in part) for part in parts]
-    fullest = parts[sizes.index(max(sizes))]
+    fullest = pipeline.held_by(fullest_pipeline_rank(profile, pipeline))
     return replace(profile, parameters=tuple(p for p in profile.parameters if p.name in fullest))
 
 

@@ -17,6 +17,7 @@ from lightning_pardist import torch_pipelining_api as api
 from lightning_pardist.base.torch_api import checkpoints_without_reentry
 from lightning_pardist.mesh import stage_groups
 from lightning_pardist.parallel_model import ROOT_CALL, ParallelModel
+from lightning_pardist.run.microbatches import even_sizes
 from lightning_pardist.run.reduce import average_gradients, average_scalars
 from lightning_pardist.run.shared_gradients import SharedGradients
 from lightning_pardist.run.stage_program import MicroBatch, StageProgram, StepRun, value_shapes
@@ -220,31 +221,56 @@ class PipelineRunner:
                 self._schedules[key] = self._training_schedule(microbatches)
             else:
                 # torch takes no schedule without backward passes; stages leave them out.
-                orders = self._plain_orders(microbatches)
+                orders = plain_orders(self._plan, microbatches)
                 self._schedules[key] = api.build_custom_schedule(orders, self._stages, microbatches)
         for stage in self._stages:
             stage.stage_index_to_group_rank = self._to_rank
         return self._schedules[key]
 
     def _training_schedule(self, microbatches: int) -> Any:
-        if self._custom is not None:
-            found = {micro for actions in self._custom.values() for _, _, micro in actions}
-            orders = self._custom if len(found) == microbatches else self._plain_orders(microbatches)
-            return api.build_custom_schedule(orders, self._stages, microbatches)
-        name = usable_schedule(self._plan, microbatches)
-        if name is None:
-            return api.build_custom_schedule(self._plain_orders(microbatches), self._stages, microbatches)
-        return api.build_schedule(name, self._stages, microbatches)
+        name = None if self._custom is not None else usable_schedule(self._plan, microbatches)
+        if name is not None:
+            return api.build_schedule(name, self._stages, microbatches)
+        orders = training_orders(self._plan, self._custom, microbatches)
+        return api.build_custom_schedule(orders, self._stages, microbatches)
 
-    def _plain_orders(self, microbatches: int) -> Orders:
-        """All forwards, then all backwards: runs any number of micro-batches on any placement of stages."""
-        orders: dict[int, tuple[Action, ...]] = {}
-        for rank in range(self._plan.ranks):
-            own = self._plan.stages_of(rank)
-            forward = ((s.index, "F", m) for s in own for m in range(microbatches))
-            backward = ((s.index, "B", m) for s in reversed(own) for m in range(microbatches))
-            orders[rank] = (*forward, *backward)
-        return orders
+
+def plain_orders(plan: PipelinePlan, microbatches: int) -> Orders:
+    """Returns all forwards, then all backwards: runs any number of micro-batches on any placement of stages."""
+    orders: dict[int, tuple[Action, ...]] = {}
+    for rank in range(plan.ranks):
+        own = plan.stages_of(rank)
+        forward = ((s.index, "F", m) for s in own for m in range(microbatches))
+        backward = ((s.index, "B", m) for s in reversed(own) for m in range(microbatches))
+        orders[rank] = (*forward, *backward)
+    return orders
+
+
+def training_orders(plan: PipelinePlan, custom: Orders | None, microbatches: int) -> Orders:
+    """Returns what ranks compute in a training step of so many micro-batches, in order."""
+    if custom is not None:
+        found = {micro for actions in custom.values() for _, _, micro in actions}
+        return custom if len(found) == microbatches else plain_orders(plan, microbatches)
+    name = usable_schedule(plan, microbatches)
+    if name is None:
+        return plain_orders(plan, microbatches)
+    return orders_of(name, plan.ranks, len(plan.stages) // plan.ranks, microbatches)
+
+
+def microbatch_sizes(plan: PipelinePlan, rows: int | None, *, is_custom: bool) -> list[int]:
+    """Returns the rows of the micro-batches that a batch is cut into.
+
+    Args:
+        plan: of the pipeline.
+        rows: of the batch, None if they cannot be told.
+        is_custom: the schedule is a file's, for one number of micro-batches.
+    """
+    if rows is None or plan.num_microbatches == 1:
+        return [rows or 1]
+    count = min(plan.num_microbatches, rows)
+    if count < plan.num_microbatches and not is_custom:
+        count = next((n for n in range(count, 0, -1) if usable_schedule(plan, n) == plan.schedule), count)
+    return even_sizes(rows, count)
 
 
 def usable_schedule(plan: PipelinePlan, microbatches: int) -> str | None:

@@ -14,13 +14,14 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor, nn
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.torch_api import without_function_modes
 from lightning_pardist.run.tensor_ops import (
+    Group,
     close_sequence,
     copy_to_ranks,
     gather_from_ranks,
@@ -28,9 +29,6 @@ from lightning_pardist.run.tensor_ops import (
     split_for_ranks,
 )
 from lightning_pardist.specs.tensor_plan import SequenceStack
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class SequenceState:
 class SequenceShards:
     """The running stack of one rank, if any."""
 
-    def __init__(self, rank: int, size: int, group: ProcessGroup | None) -> None:
+    def __init__(self, rank: int, size: int, group: Group) -> None:
         self._rank = rank
         self._size = size
         self._group = group
@@ -142,14 +140,12 @@ class SequenceShards:
         each, left = divmod(length, self._size)
         lengths = tuple(each + (rank < left) for rank in range(self._size))
         self._now = _Positions(dim, lengths, tuple(hidden.shape))
-        return split_for_ranks(hidden, dim, lengths, self._group, self._rank)
+        return split_for_ranks(hidden, dim, lengths, self._group)
 
     def _whole(self, hidden: Tensor) -> Tensor:
         now, self._now = self._now, None
         assert now is not None
         self._flat.clear()
-        if self._group is None:
-            return open_sequence(hidden, now.dim, now.lengths, None)
         return gather_from_ranks(hidden, now.dim, now.lengths, self._group)
 
     # ---- regions -----------------------------------------------------------------------------------------------------
@@ -197,10 +193,10 @@ class SequenceShards:
         where = now.dim if dim is None else dim
         total = sum(now.lengths)
         if tensor.dim() == len(now.shape) and tensor.shape[where] == total:
-            return close_sequence(tensor, where, now.lengths, self._group, self._rank)
+            return close_sequence(tensor, where, now.lengths, self._group)
         if tensor.dim() == 2 and tensor.shape[0] == math.prod(now.shape[:-1]):
             unfolded = tensor.view(*now.shape[:-1], tensor.shape[-1])
-            flat = close_sequence(unfolded, now.dim, now.lengths, self._group, self._rank).flatten(0, -2)
+            flat = close_sequence(unfolded, now.dim, now.lengths, self._group).flatten(0, -2)
             self._flat.append(flat)
             return flat
         return None

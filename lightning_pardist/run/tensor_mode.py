@@ -27,7 +27,7 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.attention import attend_with_own_heads, attention_arguments
 from lightning_pardist.run.call_scopes import CallScopes
 from lightning_pardist.run.sequence import SequenceShards, SequenceState
-from lightning_pardist.run.tensor_ops import sum_over_ranks
+from lightning_pardist.run.tensor_ops import Alone, Group, rank_in, sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
 from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
 from lightning_pardist.specs.tensor_plan import SequenceStack, TensorLayout, TensorPlan
@@ -51,22 +51,22 @@ class Use:
 class TensorMode(TorchFunctionMode):
     """Active in every step of a module on the tensor axis."""
 
-    def __init__(self, model: ParallelModel, *, dry: bool = False) -> None:
+    def __init__(self, model: ParallelModel, alone: Alone | None = None) -> None:
         """Installs itself on the module.
 
         Args:
             model: a module that is cut along the tensor axis.
-            dry: exchange nothing, to try whether the code runs on this rank's sizes.
+            alone: exchange nothing, to try how the code runs on a rank's sizes; needs no meshes then.
         """
         super().__init__()
         plan = model.plan.tensor
-        assert plan is not None and model.meshes is not None
+        assert plan is not None
         self._plan: TensorPlan = plan
         self._model = model
-        self._group = None if dry else model.meshes.tensor.get_group()
+        self._group: Group = alone or _live_group(model)
         self._size = plan.size
         self._handles: list[RemovableHandle] = []
-        self._rank = int(model.meshes.tensor.get_local_rank())
+        self._rank = rank_in(self._group)
         self._whole_sizes = WholeSizes(plan.shares, self._rank, self._opened)
         self._weights: dict[int, Use] = {}
         self._made: list[Tensor] = []
@@ -320,3 +320,13 @@ class TensorMode(TorchFunctionMode):
         """
         shard = self._sequence.closed(tensor, positions)
         return sum_over_ranks(tensor, self._group) if shard is None else shard
+
+
+def alone_on(model: ParallelModel) -> Alone:
+    """Returns what stands for the group of this rank's tensor axis where nothing is to be exchanged."""
+    return Alone(rank_in(_live_group(model)))
+
+
+def _live_group(model: ParallelModel) -> Group:
+    assert model.meshes is not None
+    return model.meshes.tensor.get_group()

@@ -10,19 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_pardist.base.function_names import function_name
 from lightning_pardist.base.torch_api import as_plain_tensors, wrapper_tensor
-from lightning_pardist.run.tensor_ops import gather_from_ranks, sum_over_ranks
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
+from lightning_pardist.run.tensor_ops import Group, all_reduce, gather_from_ranks, sum_over_ranks
 
 
 @dataclass(frozen=True)
@@ -32,8 +28,7 @@ class Vocabulary:
     lengths: tuple[int, ...]
     """By rank."""
     rank: int
-    group: ProcessGroup | None
-    """None to exchange nothing."""
+    group: Group
 
     @property
     def start(self) -> int:
@@ -100,13 +95,9 @@ class VocabularyShards(Tensor):
     def whole(self) -> Tensor:
         """Returns all columns on every rank, gathered once."""
         if self.gathered is None:
-            words = self.vocabulary
-            if words.group is None:  # tried alone: there are no other columns
-                before, after = words.start, sum(words.lengths) - words.end
-                last = self.local.movedim(self.words_dim, -1)
-                self.gathered = F.pad(last, (before, after)).movedim(-1, self.words_dim)
-            else:
-                self.gathered = gather_from_ranks(self.local, self.words_dim, words.lengths, words.group)
+            self.gathered = gather_from_ranks(
+                self.local, self.words_dim, self.vocabulary.lengths, self.vocabulary.group
+            )
         return self.gathered
 
     def like(self, local: Tensor, dim: int | None = None) -> VocabularyShards:
@@ -273,8 +264,7 @@ class _RowLosses(torch.autograd.Function):
         wide = logits.float() if logits.dtype in (torch.bfloat16, torch.float16) else logits
         words = sum(vocabulary.lengths)
         largest = wide.amax(-1) if wide.shape[-1] else wide.new_full(wide.shape[:1], float("-inf"))
-        if vocabulary.group is not None:
-            dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=vocabulary.group)
+        all_reduce(largest, vocabulary.group, dist.ReduceOp.MAX)
         shifted = wide - largest.unsqueeze(-1)
         outside = (target < vocabulary.start) | (target >= vocabulary.end)
         column = (target - vocabulary.start).masked_fill(outside, 0)
@@ -284,8 +274,7 @@ class _RowLosses(torch.autograd.Function):
         else:
             hit = torch.zeros_like(largest)
         sums = torch.stack([exps.sum(-1), hit, shifted.sum(-1)] if smoothing else [exps.sum(-1), hit])
-        if vocabulary.group is not None:
-            dist.all_reduce(sums, group=vocabulary.group)
+        all_reduce(sums, vocabulary.group)
         ctx.save_for_backward(exps / sums[0].unsqueeze(-1), column, outside)
         ctx.smoothing, ctx.words, ctx.dtype = smoothing, words, logits.dtype
         losses = sums[0].log() - sums[1]

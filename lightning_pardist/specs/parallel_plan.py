@@ -80,11 +80,13 @@ class StateBytes:
 class Traffic:
     """One kind of collective on one axis, per optimizer step."""
 
-    collective: Literal["all_gather", "reduce_scatter", "all_reduce"]
+    collective: Literal["all_gather", "reduce_scatter", "all_reduce", "send", "receive"]
     axis: str
     count: int
     nbytes: int
-    """Bytes of the whole (gathered or to be reduced) tensors, summed over the collectives."""
+    """Bytes of the whole (gathered, to be reduced, or passed on) tensors, summed over the collectives."""
+    members: tuple[int, ...] = ()
+    """Places on the axis of those that meet; empty for all of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
@@ -15,17 +15,39 @@ from lightning_pardist.describe import profile_model
 from lightning_pardist.describe.levers import Conditions, profile_under
 from lightning_pardist.describe.module_table import module_table
 from lightning_pardist.plan import PlanInput, make_plan, plan_recompute, with_costs
-from lightning_pardist.plan.estimate import FILL, Cluster, candidate_layouts, judge, make_estimate, rank
+from lightning_pardist.plan.estimate import Cluster, make_estimate
+from lightning_pardist.plan.layouts import FILL, candidate_layouts, judge, rank, too_large
 from lightning_pardist.plan.memory import Held
 from lightning_pardist.specs.block_levers import RecomputeOptions, RecomputePlan
-from lightning_pardist.specs.config import ParallelConfig
+from lightning_pardist.specs.config import AxisSizes, ParallelConfig
 from lightning_pardist.specs.device import Device, parse_device
-from lightning_pardist.specs.estimate import Candidate, Estimate
+from lightning_pardist.specs.estimate import Candidate, Estimate, RankWork
 from lightning_pardist.specs.model_profile import ModelProfile
-from lightning_pardist.specs.parallel_plan import PrecisionPlan
+from lightning_pardist.specs.options import refuse_idle_options
+from lightning_pardist.specs.parallel_plan import ParallelPlan, PrecisionPlan
+from lightning_pardist.specs.pipeline_options import PipelineOptions
+from lightning_pardist.specs.tensor_options import TensorOptions
+from lightning_pardist.strategies.estimate_axes import Described, ModelAxes, Work
+from lightning_pardist.strategies.refusals import check_pipeline, refuse_under_pipeline
 
 Entry = Literal["training_step", "forward"]
 PRECISIONS = ("32-true", "64-true", "16-true", "bf16-true", "bf16-mixed")
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A layout to estimate."""
+
+    config: ParallelConfig
+    cluster: Cluster
+    recompute: RecomputeOptions | None = None
+    tensor: TensorOptions | None = None
+    pipeline: PipelineOptions | None = None
+
+    @property
+    def stages(self) -> PipelineOptions:
+        """How the stack is cut."""
+        return self.pipeline or PipelineOptions()
 
 
 class Estimator:
@@ -67,46 +89,100 @@ class Estimator:
         self._cpu = torch.device("cpu")
         self.profile = profile_model(module, batch, entry=entry, autocast_dtype=self._autocast, device=self._cpu)
         self._table = module_table(module, self.profile.called_modules)
+        self._axes = ModelAxes(
+            Described(
+                module=module,
+                batch=batch,
+                entry=entry,
+                profile=self.profile,
+                table=self._table,
+                precision=self._precision_plan(sharded=False),
+                device=self._cpu,
+            )
+        )
         self._profiles: dict[tuple[bool, RecomputePlan | None], tuple[ModelProfile, frozenset[str]]] = {}
 
-    def estimate(self, config: ParallelConfig, cluster: Cluster, recompute: RecomputeOptions | None = None) -> Estimate:
+    def estimate(
+        self,
+        config: ParallelConfig,
+        cluster: Cluster,
+        recompute: RecomputeOptions | None = None,
+        *,
+        tensor: TensorOptions | None = None,
+        pipeline: PipelineOptions | None = None,
+    ) -> Estimate:
         """Returns what one layout takes.
 
         Raises:
             ValueError: if the sizes do not fit the world, or the module cannot be spread so.
         """
+        asked = _Asked(config, cluster, recompute, tensor, pipeline)
+        plan = self._plan(asked)
+        return self._joined(plan, self._work(plan, asked.stages), cluster)
+
+    def plan(self, config: ParallelConfig, cluster: Cluster) -> ParallelPlan:
+        """Returns the plan of one layout alone, without what a step takes.
+
+        Raises:
+            ValueError: as ``estimate``.
+        """
+        return self._plan(_Asked(config, cluster))
+
+    def _plan(self, asked: _Asked) -> ParallelPlan:
+        config, cluster = asked.config, asked.cluster
         sizes = config.resolve(world_size=cluster.world_size, num_nodes=cluster.num_nodes)
-        if sizes.tensor_parallel > 1 or sizes.pipeline_parallel > 1:
-            raise ValueError(
-                message(
-                    "In this version an estimate is made for the data axes only.",
-                    got=f"tensor_parallel_size={sizes.tensor_parallel}, "
-                    f"pipeline_parallel_size={sizes.pipeline_parallel}",
-                    source="the layout",
-                    change="leave these sizes at 1; a run prints its own plan with a tensor or pipeline axis",
-                )
-            )
+        self._check(sizes, asked)
         sharded = sizes.data_parallel_shard > 1
-        plan = make_plan(
+        precision = self._precision_plan(sharded=sharded)
+        tensor = pipeline = None
+        if sizes.tensor_parallel > 1:
+            tensor = self._axes.tensor_plan(sizes.tensor_parallel, asked.tensor or TensorOptions())
+        if sizes.pipeline_parallel > 1:
+            pipeline = self._axes.pipeline_plan(sizes.pipeline_parallel, asked.stages, precision)
+        return make_plan(
             PlanInput(
                 table=self._table,
                 profile=self.profile,
                 config=config,
                 sizes=sizes,
-                precision=self._precision_plan(sharded=sharded),
-                recompute=self._recompute_plan(recompute, sharded=sharded),
+                precision=precision,
+                recompute=self._recompute_plan(asked.recompute, sharded=sharded),
                 training=True,
+                tensor=tensor,
             ),
+            pipeline=pipeline,
             optimizer_bytes_per_element=self._optimizer_bytes,
         )
+
+    def _joined(self, plan: ParallelPlan, work: Work, cluster: Cluster) -> Estimate:
         held = Held(
             plan=plan,
             profile=self.profile,
             optimizer_bytes_per_element=self._optimizer_bytes,
-            activation_bytes=self._activations(plan.recompute, sharded=sharded),
+            work=work.ranks,
+            idle_share=work.idle_share,
             accumulates=self._accumulates,
         )
-        return make_estimate(held, cluster, self._assumptions())
+        return make_estimate(held, cluster, (*self._assumptions(), *work.notes))
+
+    def _check(self, sizes: AxisSizes, asked: _Asked) -> None:
+        """Refuses what the strategy refuses."""
+        refuse_idle_options(asked.tensor, name="tensor", size=sizes.tensor_parallel)
+        check_pipeline(replace(asked.config, pipeline_parallel_size=sizes.pipeline_parallel), asked.pipeline)
+        if isinstance(self._module, LightningModule):
+            refuse_under_pipeline(self._module, sizes, asked.config)
+
+    def _work(self, plan: ParallelPlan, stages: PipelineOptions) -> Work:
+        if plan.tensor is not None or plan.pipeline is not None:
+            return self._axes.work(plan, stages)
+        again = plan.recompute.flops_again or 0
+        work = RankWork(
+            flops_forward=self.profile.flops_forward,
+            flops_backward=self.profile.flops_backward + again,
+            flops_again=again,
+            activation_bytes=self._activations(plan.recompute, sharded=plan.sizes.data_parallel_shard > 1),
+        )
+        return Work(ranks=(work,), idle_share=0.0)
 
     def layouts(self, cluster: Cluster, fill: float = FILL) -> list[Candidate]:
         """Returns the layouts of this version, those that fit ``fill`` of a device's memory first, the best ahead."""
@@ -126,13 +202,24 @@ class Estimator:
             options = RecomputeOptions() if recomputed else None
             shown = {**arguments, "recompute": "RecomputeOptions()"} if recomputed else arguments
             try:
-                estimate = self.estimate(ParallelConfig(**arguments), cluster, options)
+                estimate = self._tried(_Asked(ParallelConfig(**arguments), cluster, options), fill)
             except ValueError as error:
                 reason = " ".join(str(error).split())
                 found.append(Candidate(layout=words, arguments=shown, estimate=None, rejected=reason))
                 continue
             found.append(judge(words, shown, estimate, fill))
         return rank(found)
+
+    def _tried(self, asked: _Asked, fill: float) -> Estimate:
+        """Returns the estimate of a layout; without activations, if what ranks store is too much already."""
+        plan = self._plan(asked)
+        if plan.tensor is None and plan.pipeline is None:
+            return self._joined(plan, self._work(plan, asked.stages), asked.cluster)
+        unknown = RankWork(flops_forward=0, flops_backward=0)
+        stored = self._joined(plan, Work((unknown,) * plan.sizes.pipeline_parallel, 0.0), asked.cluster)
+        if too_large(stored, fill):
+            return stored
+        return self._joined(plan, self._work(plan, asked.stages), asked.cluster)
 
     def _precision_plan(self, *, sharded: bool) -> PrecisionPlan:
         if self._precision == "bf16-mixed" and sharded:
@@ -191,6 +278,8 @@ def estimate(
     precision: str = "32-true",
     recompute: RecomputeOptions | None = None,
     optimizer_bytes_per_element: float | None = 8.0,
+    tensor: TensorOptions | None = None,
+    pipeline: PipelineOptions | None = None,
     **layout: Any,
 ) -> Estimate:
     """Returns what a run will take per rank and per axis: exact bytes and counts, a roofline if the device is named.
@@ -204,6 +293,8 @@ def estimate(
         precision: Lightning's word.
         recompute: as the strategy's.
         optimizer_bytes_per_element: state per trained element; 8 is Adam's in fp32.
+        tensor: as the strategy's.
+        pipeline: as the strategy's.
         **layout: sizes and options of ``ParallelConfig``, as the strategy's.
 
     Raises:
@@ -212,7 +303,7 @@ def estimate(
     estimator = Estimator(module, batch, precision=precision, optimizer_bytes_per_element=optimizer_bytes_per_element)
     named = parse_device(device) if isinstance(device, str) else device
     cluster = Cluster(world_size=world_size, num_nodes=num_nodes, device=named)
-    return estimator.estimate(ParallelConfig(**layout), cluster, recompute)
+    return estimator.estimate(ParallelConfig(**layout), cluster, recompute, tensor=tensor, pipeline=pipeline)
 
 
 def config_from(arguments: dict[str, Any]) -> ParallelConfig:

@@ -32,7 +32,7 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.run.no_dropout import NoDropout
 from lightning_pardist.run.tensor_gradients import PartialGradients
-from lightning_pardist.run.tensor_mode import TensorMode
+from lightning_pardist.run.tensor_mode import TensorMode, alone_on
 from lightning_pardist.run.vocabulary import VocabularyShards
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.tensor_plan import TensorPlan
@@ -123,7 +123,7 @@ def _on_shares(plan: TensorPlan, step: FirstStep, *, dry: bool) -> Run | str:
     )
     model = cut_copy(copy.module, plan, step.meshes, apart)
     model.profile = step.profile
-    mode, partial_gradients = TensorMode(model, dry=dry), PartialGradients(model)
+    mode, partial_gradients = TensorMode(model, alone_on(model) if dry else None), PartialGradients(model)
     try:
         with _seeded(), _shards_shown(model), mode.step():
             run = _noted(copy, copy.run())

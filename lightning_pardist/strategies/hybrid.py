@@ -141,8 +141,8 @@ class HybridStrategy(CheckpointHooks):
         self._norm_type = check_norm_type(gradient_clip_norm_type)
         refuse_checkpoint_io(checkpoint_io)
         refuse_idle_options(tensor, name="tensor", size=tensor_parallel_size)
-        self._tensor_options = tensor or TensorOptions()
-        self._pipeline_options = check_pipeline(config, pipeline)
+        self.tensor_options = tensor or TensorOptions()
+        self.pipeline_options = check_pipeline(config, pipeline)
         super().__init__(
             config,
             accelerator,
@@ -266,8 +266,8 @@ class HybridStrategy(CheckpointHooks):
             layer_sync=self._layer_sync is not None,
             sample_batch=self._sample_batch,
             loaders=loaders,
-            tensor=self._tensor_options,
-            pipeline=self._pipeline_options,
+            tensor=self.tensor_options,
+            pipeline=self.pipeline_options,
             recompute=self.recompute,
             compile=self.compile,
         )
@@ -278,7 +278,7 @@ class HybridStrategy(CheckpointHooks):
         pipelining = None
         if model.pipeline is not None:
             drops = self._on_nonfinite == "skip"
-            pipelining = Pipelining(module, model, self._pipeline_options, self._logs, keeps_apart=drops)
+            pipelining = Pipelining(module, model, self.pipeline_options, self._logs, keeps_apart=drops)
             pipelining.tell_actions(self._diagnosis.at_action)
         return Stepping(
             strategy=self,

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.base.nested import leaves
@@ -130,7 +130,7 @@ def recall_forecast(module: LightningModule) -> Forecast:
     return _forecasts[module]
 
 
-def new_skeleton(module: LightningModule, device: torch.device, precision: PrecisionPlan) -> Skeleton:
+def new_skeleton(module: nn.Module, device: torch.device, precision: PrecisionPlan) -> Skeleton:
     """Returns the weightless copy, made before the module is cut."""
     gathered = None if precision.gather_dtype is None else dtype_from_word(precision.gather_dtype)
     return Skeleton(module, device, torch.bfloat16 if precision.name == "bf16-mixed" else None, gathered)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 from torchmetrics import Metric
 
 from lightning_pardist.base.log import get_logger
@@ -56,11 +60,10 @@ class Staging:
             return
         self._refuse_compiled(profile)
         if sample is None or profile.source != "fake_run":
-            raise refusal(
-                "A module is cut into stages by what one step on fake tensors shows, which must run to its end.",
-                got=profile.fallback_reason or "there is no sample batch",
-                source=f"{type(self._module).__name__}.training_step",
-                change="mend the line that is named, or pass sample_batch=... to the strategy",
+            raise cannot_stage(
+                self._module,
+                profile.fallback_reason or "there is no sample batch",
+                "mend the line that is named, or pass sample_batch=... to the strategy",
             )
         with lightning_api.transfer_hooks_of_data_module(self._module):  # the copy keeps them
             sharded = self._meshes.sizes.data_parallel_shard > 1
@@ -68,20 +71,10 @@ class Staging:
         blocks = [block.name for block in profile.blocks()]
         found: Dataflow | str = ""
         if torch.distributed.get_rank() == 0:
-            batch = self._precision.convert_input(sample.batch)
-            step = Step("training_step", batch, (0,), is_transferred=False)
-            try:
-                found, _ = self._skeleton.dataflow(blocks, step)
-            except Exception as error:  # every rank must hear of it
-                found = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]} at {blame(error)}"
+            found = flow_or_reason(self._skeleton, blocks, self._precision.convert_input(sample.batch))
         flow = gather_objects(found, self._meshes)[0]
         if isinstance(flow, str):
-            raise refusal(
-                "A module is cut into stages by what one step on fake tensors shows, which must run to its end.",
-                got=flow,
-                source=f"{type(self._module).__name__}.training_step",
-                change="mend the line that is named",
-            )
+            raise cannot_stage(self._module, flow, "mend the line that is named")
         self._flow = flow
 
     def _refuse_compiled(self, profile: ModelProfile) -> None:
@@ -132,3 +125,22 @@ class Staging:
         for child in self._module.modules():
             if isinstance(child, Metric):
                 child.process_group = self._meshes.data_parallel_group
+
+
+def flow_or_reason(skeleton: Skeleton, blocks: Sequence[str], batch: Any) -> Dataflow | str:
+    """Returns how values flow in a training step, or what ended its run on fake tensors."""
+    try:
+        flow, _ = skeleton.dataflow(blocks, Step("training_step", batch, (0,), is_transferred=False))
+    except Exception as error:  # the user's code; every rank must hear of it
+        return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]} at {blame(error)}"
+    return flow
+
+
+def cannot_stage(module: nn.Module, got: str, change: str) -> ValueError:
+    """Returns the refusal of a module whose step could not be run on fake tensors."""
+    return refusal(
+        "A module is cut into stages by what one step on fake tensors shows, which must run to its end.",
+        got=got,
+        source=f"{type(module).__name__}.training_step",
+        change=change,
+    )

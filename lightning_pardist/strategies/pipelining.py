@@ -17,13 +17,13 @@ from lightning_pardist.base.log import get_logger
 from lightning_pardist.describe.skeleton import Step
 from lightning_pardist.parallel_model import ParallelModel, PipelineCut
 from lightning_pardist.run.agree import gather_objects
-from lightning_pardist.run.microbatches import batch_rows, even_sizes, merge_outputs, split_batch
+from lightning_pardist.run.microbatches import batch_rows, merge_outputs, split_batch
 from lightning_pardist.run.pipeline import (
     PipelineRunner,
     StepRequest,
+    microbatch_sizes,
     pipeline_broadcast,
     pipeline_gather,
-    usable_schedule,
 )
 from lightning_pardist.run.stage_program import Failure, MicroBatch, StepRun
 from lightning_pardist.specs.pipeline_options import PipelineOptions
@@ -237,7 +237,7 @@ class Pipelining:
         return self._share(run, logs, prepared, device)
 
     def _prepare(self, step: UserStep, *, training: bool, scale: float) -> _Prepared:
-        sizes = self._sizes(step.batch)
+        sizes = microbatch_sizes(self._cut.plan, batch_rows(step.batch), is_custom=self._options.is_custom)
         parts = split_batch(step.batch, sizes)
         weights = loss_weights(self._options, step.batch, parts, sizes) if training else even_weights(sizes)
         forecast, plan = recall_forecast(self._module), self._cut.plan
@@ -303,16 +303,6 @@ class Pipelining:
                 )
             )
         return None if missing else merge_outputs(results, sizes, weights)
-
-    def _sizes(self, batch: Any) -> list[int]:
-        rows, plan = batch_rows(batch), self._cut.plan
-        if rows is None or plan.num_microbatches == 1:
-            return [rows or 1]
-        count = min(plan.num_microbatches, rows)
-        if count < plan.num_microbatches:
-            fitting = (n for n in range(count, 0, -1) if usable_schedule(plan, n) == plan.schedule)
-            count = next(fitting, count) if not self._options.is_custom else count
-        return even_sizes(rows, count)
 
     def _seed(self, micro: int) -> int:
         assert self._model.meshes is not None

@@ -19,7 +19,7 @@ from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.run.tensor_gradients import PartialGradients
-from lightning_pardist.run.tensor_mode import TensorMode
+from lightning_pardist.run.tensor_mode import TensorMode, alone_on
 from lightning_pardist.run.whole_sizes import held_indices
 from lightning_pardist.specs.parallel_plan import DataParallelPlan, ParallelPlan, PrecisionPlan, StateBytes
 from lightning_pardist.specs.tensor_plan import TensorPlan
@@ -233,7 +233,7 @@ def _run_on_shares(
     model: ParallelModel, made: MadeUp, share: Share, watched: Collection[str], *, dry: bool
 ) -> Run | str:
     """Returns what a run gave, or what ended it; one that is dry exchanges nothing."""
-    mode = TensorMode(model, dry=dry)
+    mode = TensorMode(model, alone_on(model) if dry else None)
     partial_gradients = PartialGradients(model)
     for held in model.shards:
         held.local.grad = held.stored.grad = None

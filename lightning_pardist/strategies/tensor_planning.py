@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import Precision
+from torch import nn
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.describe.linear_roles import derive_roles
@@ -18,7 +19,7 @@ from lightning_pardist.run.agree import on_first_rank
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.specs.tensor_plan import TensorPlan
-from lightning_pardist.specs.tensor_roles import RegionProbe, StackProbe
+from lightning_pardist.specs.tensor_roles import RegionProbe, StackProbe, TensorRoles
 from lightning_pardist.specs.tensor_words import Given, Source
 from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.first_step import FirstStep, prove_first_step
@@ -47,11 +48,7 @@ def plan_tensor_axis(setup: TensorSetup) -> TensorPlan:
         ValueError: on all ranks, if no plan can be derived, it would shard nothing, or shares compute something else.
     """
     module, options = setup.module, setup.options
-    own = getattr(module, "tensor_parallel_plan", None)
-    words: dict[Source, dict[str, Given]] = {
-        "explicit": without_styles(options.plan, "explicit"),
-        "module": without_styles(own() if callable(own) else None, "module"),
-    }
+    words = _words(module, options)
     on_positions = sequence_words(words)
     check_positions(words, is_sharded=options.sequence_parallel or bool(on_positions))
     plan, probes, stacks = on_first_rank(lambda: _derived(setup, words), setup.meshes)
@@ -69,6 +66,34 @@ def plan_tensor_axis(setup: TensorSetup) -> TensorPlan:
         assert setup.sample is not None
         plan = prove_first_step(plan, FirstStep(module, setup.profile, setup.sample, setup.meshes, setup.device))
     return plan
+
+
+def unproved_plan(
+    module: nn.Module, profile: ModelProfile, roles: TensorRoles, size: int, options: TensorOptions
+) -> TensorPlan:
+    """Returns the same plan without process groups, and so without a proof by numbers.
+
+    Raises:
+        ValueError: if no plan can be made, or it would shard nothing.
+    """
+    words = _words(module, options)
+    on_positions = sequence_words(words)
+    check_positions(words, is_sharded=options.sequence_parallel or bool(on_positions))
+    plan = make_tensor_plan(roles, size=size, explicit=words["explicit"], module_plan=words["module"])
+    if plan.is_empty:
+        raise _nothing_to_shard(plan, module)
+    plan = replace(plan, loss_parallel=options.loss_parallel)
+    if options.sequence_parallel or on_positions:
+        plan = with_sequence_parallel(plan, profile, on_positions, everywhere=options.sequence_parallel)
+    return plan
+
+
+def _words(module: nn.Module, options: TensorOptions) -> dict[Source, dict[str, Given]]:
+    own = getattr(module, "tensor_parallel_plan", None)
+    return {
+        "explicit": without_styles(options.plan, "explicit"),
+        "module": without_styles(own() if callable(own) else None, "module"),
+    }
 
 
 def _derived(
@@ -92,7 +117,7 @@ def _derived(
     return plan, roles.probes, roles.stack_probes
 
 
-def _nothing_to_shard(plan: TensorPlan, module: LightningModule) -> ValueError:
+def _nothing_to_shard(plan: TensorPlan, module: nn.Module) -> ValueError:
     reasons = [f"{entry.pattern}: {entry.note}" for entry in plan.entries if entry.note]
     return ValueError(
         message(

@@ -39,7 +39,23 @@ def test_layouts_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["plan", script, *small]) == 0
     found = json.loads(capsys.readouterr().out)
     assert {entry["layout"] for entry in found} >= {"ddp", "fsdp 4", "fsdp 4, recompute full"}
-    assert all(entry["estimate"]["memory_by_rank"][0]["total"] > 0 for entry in found)
+    told = [entry["estimate"]["memory_by_rank"][0]["total"] for entry in found if entry["estimate"] is not None]
+    assert min(told) > 0 and all(entry["rejected"] for entry in found if entry["estimate"] is None)
+
+
+def test_all_axes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    chart = tmp_path / "memory.html"
+    layout = "pipeline_parallel_size=2,tensor_parallel_size=2,data_parallel_shard_size=4"
+    status = main([
+        "plan", str(EXAMPLES / "gpt" / "train.py"), "--args", "--width=32 --depth=4", "--world", "16", "--nodes", "2",
+        "--layout", layout, "--output", str(chart),
+    ])  # fmt: skip
+    text = capsys.readouterr().out
+    assert status == 0
+    assert "Pipeline ranks (1f1b, idle" in text and "stage buffers" in text
+    assert all(f"{axis}_parallel" in text for axis in ("tensor", "pipeline")) and "send" in text
+    page = chart.read_text()
+    assert "pipeline parallel 2, data parallel shard 4, tensor parallel 2" in page and "(stage 1)" in page
 
 
 CONFIG = """

@@ -262,6 +262,13 @@ class Seq2Seq(OneLoss):
 # ---- no block stack
 
 
+class ActivatedNorm(nn.BatchNorm2d):
+    """A batch norm with its activation, as vision libraries have them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.relu(super().forward(x))
+
+
 class ConvNet(Images, OneLoss):
     """Plain attributes, no stack; batch norm."""
 
@@ -269,16 +276,16 @@ class ConvNet(Images, OneLoss):
         super().__init__()
         self.conv1, self.norm1 = nn.Conv2d(3, 7, 3, padding=1), self.norm(7)
         self.conv2, self.norm2 = nn.Conv2d(7, 14, 3, padding=1, stride=2), self.norm(14)
-        self.conv3, self.norm3 = nn.Conv2d(14, 21, 3, padding=1), self.norm(21)
+        self.conv3, self.norm3 = nn.Conv2d(14, 21, 3, padding=1), self.norm(21, activated=True)
         self.fc1, self.fc2 = nn.Linear(21, 16), nn.Linear(16, 5)
 
-    def norm(self, channels: int) -> nn.Module:
-        return nn.BatchNorm2d(channels)
+    def norm(self, channels: int, activated: bool = False) -> nn.Module:
+        return ActivatedNorm(channels) if activated else nn.BatchNorm2d(channels)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.relu(self.norm1(self.conv1(images)))
         x = F.relu(self.norm2(self.conv2(x)))
-        x = F.relu(self.norm3(self.conv3(x)))
+        x = self.norm3(self.conv3(x))
         return self.fc2(F.relu(self.fc1(x.mean((2, 3)))))
 
     def loss(self, batch: Any) -> Tensor:
@@ -292,8 +299,9 @@ class ConvNet(Images, OneLoss):
 class GroupNormNet(ConvNet):
     """The same with a norm per sample."""
 
-    def norm(self, channels: int) -> nn.Module:
-        return nn.GroupNorm(7, channels)
+    def norm(self, channels: int, activated: bool = False) -> nn.Module:
+        norm = nn.GroupNorm(7, channels)
+        return nn.Sequential(norm, nn.ReLU()) if activated else norm
 
 
 class Recurrent(Vectors, OneLoss):
