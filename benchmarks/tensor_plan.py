@@ -222,7 +222,7 @@ def page(rows: list[Row]) -> str:
         "# Derived tensor-parallel plans against those that transformers ships", "",
         "Command: `python -m benchmarks.tensor_plan --write benchmarks/results/tensor_plan.md`",
         f"(torch {torch.__version__}, transformers {transformers.__version__}).", "",
-        "Roles only: that the derived plans train like one process is not shown here; nothing applies them yet.", "",
+        "Roles only: that the derived plans train like one process is what `benchmarks/zoo.py` shows.", "",
         "| | all | dense |", "| --- | --- | --- |",
         f"| causal language models with a shipped plan | {len(rows)} | |",
         f"| run small from their config | {len(ran)} | |",

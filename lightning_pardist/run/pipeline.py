@@ -296,7 +296,10 @@ def splits_well(flow: Dataflow, stage: StagePlan) -> bool:
     repeats = stage.first > 0 and any(
         flow.needs[target].parameters for target in range(stage.first, min(stage.stop, len(flow.blocks)))
     )
-    return len(received) <= 1 and len(sent) <= 1 and not repeats
+    is_last = stage.stop == len(flow.blocks)
+    # Code after the last block that needs what comes before the first one (a skip) has that run once more, too.
+    skips = is_last and stage.first > 0 and not set(flow.needs[0].parameters).isdisjoint(flow.needs[-1].parameters)
+    return len(received) <= 1 and len(sent) <= 1 and not repeats and not skips
 
 
 def pipeline_broadcast(value: Any, model: ParallelModel) -> Any:

@@ -152,6 +152,9 @@ class ModelAxes:
         step = self._pipeline_step(plan, plan.pipeline, options)
         if len(set(step.sizes)) > 1:
             notes = (*notes, f"micro-batches of {max(step.sizes)} and {min(step.sizes)} rows: bytes in proportion")
+        if any(kind in "IW" for actions in step.orders.values() for _, kind, _ in actions):
+            what = "backward passes in two halves: activations kept between the two are not foretold"
+            notes = (*notes, f"{what}; at most those of all {len(step.sizes)} micro-batches of a rank's stages")
         return Work(ranks=step.work(), idle_share=step.simulation.idle_share, notes=notes)
 
     def _pipeline_step(self, plan: ParallelPlan, pipeline: PipelinePlan, options: PipelineOptions) -> PipelineStep:
