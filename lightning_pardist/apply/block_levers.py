@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -25,8 +25,10 @@ def recompute_blocks(model: ParallelModel) -> None:
     """Makes the blocks of the plan recompute their activations in the backward pass."""
     plan = model.plan.recompute
     kept = frozenset(operator for overloads in resolve_ops(plan.ops).values() for operator in overloads)
+    blocks = {id(model.module.get_submodule(name)): name for name in plan.blocks}
+    # One for all blocks: what is compiled for the first of them then serves the others.
+    how = Recomputation(kept=kept, during=partial(_as_in_forward, model, blocks))
     for name in plan.blocks:
-        how = Recomputation(kept=kept, during=partial(_as_in_forward, model, name))
         recompute_block(model.module.get_submodule(name), how)
 
 
@@ -53,6 +55,9 @@ def _compile(block: nn.Module, options: CompileOptions) -> None:
     replace_forward(block, forward)
 
 
-def _as_in_forward(model: ParallelModel, block: str) -> Callable[[], AbstractContextManager[object]]:
+def _as_in_forward(
+    model: ParallelModel, blocks: Mapping[int, str], block: nn.Module
+) -> Callable[[], AbstractContextManager[object]]:
     """Returns what makes a context to compute a block in as now: on this rank's shares, on a tensor axis."""
-    return nullcontext if model.tensor_mode is None else model.tensor_mode.again(block)
+    name = blocks.get(id(block))  # None for a copy of a block
+    return nullcontext if model.tensor_mode is None or name is None else model.tensor_mode.again(name)

@@ -47,8 +47,8 @@ class Recomputation:
 
     kept: frozenset[OpOverload] = frozenset()
     """Operators whose results are kept; empty: nothing but the block's inputs."""
-    during: Callable[[], Callable[[], AbstractContextManager[object]]] = lambda: nullcontext
-    """Called in the forward pass, outside compiled code; what it returns makes a context for every recomputation."""
+    during: Callable[[nn.Module], Callable[[], AbstractContextManager[object]]] = lambda block: nullcontext
+    """Called in a block's forward pass, outside compiled code; returns what makes a context for each recomputation."""
     note: Callable[[OpOverload, Any], None] | None = None
     """Told of every result that is kept."""
 
@@ -135,7 +135,7 @@ def _selective(how: Recomputation) -> Any:
 
 def _contexts(block: nn.Module, how: Recomputation) -> tuple[Any, Any]:
     first, again = _selective(how) if how.kept else (nullcontext(), nullcontext())
-    return first, _Recomputing(block, how.during(), again)
+    return first, _Recomputing(block, how.during(block), again)
 
 
 def _from_the_same_caches(run: Callable[..., Any], given: Sequence[Any]) -> Callable[..., Any]:

@@ -164,8 +164,8 @@ class _Run:
         plan = self._given.recompute
         kept = frozenset(operator for overloads in resolve_ops(plan.ops).values() for operator in overloads)
 
-        def during(block: str) -> Any:
-            return nullcontext if model.tensor_mode is None else model.tensor_mode.again(block)
+        def during(name: str, _block: nn.Module) -> Any:
+            return nullcontext if model.tensor_mode is None else model.tensor_mode.again(name)
 
         for name in plan.blocks:
             how = Recomputation(
