@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.torch_api import (
@@ -100,6 +101,8 @@ class StepRecorder(TorchDispatchMode):
         self.called_modules: dict[str, None] = {}
         self.reached: dict[str, None] = {}
         """Names of the parameters that got a gradient, in order."""
+        self._handles: list[RemovableHandle] = []
+        """Of hooks that tensors hold out of sight of Python: left there, they would keep all this for ever."""
         self.users: dict[str, dict[str, None]] = {}
         """Parameter name -> modules whose forward was the innermost one running when it was used, in order."""
         self._running: list[str] = [""]
@@ -131,7 +134,7 @@ class StepRecorder(TorchDispatchMode):
         """Hooks the modules of the fake copy; ``candidates`` are those whose calls cut the step into segments."""
         for name, parameter in module.named_parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._reached(name))
+                self._handles.append(parameter.register_post_accumulate_grad_hook(self._reached(name)))
         for name, child in module.named_modules():
             if name in candidates:
                 child.register_forward_pre_hook(self._entering(name), prepend=True, with_kwargs=True)
@@ -326,6 +329,9 @@ class StepRecorder(TorchDispatchMode):
         """Lets go of every tensor, and with them of the fake module."""
         self._packed.clear()
         self._alive.clear()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
 
 
 def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
