@@ -7,6 +7,7 @@ import datetime
 import faulthandler
 import gc
 import importlib
+import io
 import multiprocessing
 import os
 import pickle
@@ -186,6 +187,9 @@ def _send_output_to(log: str) -> None:
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)  # what a rank that hangs has printed must be in the log
 
 
 def _leave_with_parent() -> None:
