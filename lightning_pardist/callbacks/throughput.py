@@ -20,7 +20,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from typing_extensions import override
 
 from lightning_pardist.base.errors import message
-from lightning_pardist.describe.record import named_tensors
+from lightning_pardist.describe.named_tensors import named_tensors
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import gather_objects
 from lightning_pardist.specs.model_profile import ModelProfile

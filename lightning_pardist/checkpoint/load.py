@@ -13,8 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_pardist import torch_dtensor_api
-from lightning_pardist.base.errors import message
-from lightning_pardist.checkpoint import names, objects
+from lightning_pardist.checkpoint import names, objects, refusals
 from lightning_pardist.checkpoint.exchange import Exchange, ToAll
 from lightning_pardist.checkpoint.manifest import Manifest
 from lightning_pardist.checkpoint.pieces import Entry, entry_of
@@ -204,14 +203,14 @@ class _Loading:
         used = set().union(*(offer.used for offer in offers))
         unexpected = sorted(key[len(MODEL) :] for key in offers[0].stored - used)
         if self.request.strict and (missing or unexpected):
-            raise ValueError(_names_differ(self.path, missing, unexpected))
+            raise ValueError(refusals.names_differ(self.path, missing, unexpected))
         problems = [offer.optimizer_problem for offer in offers if offer.optimizer_problem]
         if problems:
             raise ValueError(problems[0])
         for index, stored in enumerate(offers[0].optimizer_stored):
             lost = stored.difference(*(offer.optimizer_used[index] for offer in offers))
             if lost and self.request.strict:
-                raise ValueError(_parameters_lost(self.path, index, sorted(lost)))
+                raise ValueError(refusals.parameters_lost(self.path, index, sorted(lost)))
         return ToAll((missing, unexpected))
 
     def read(self) -> None:
@@ -256,7 +255,7 @@ class _Loading:
                 continue
             shape, _ = self.source.infos[keys[0]]
             if shape != tuple(tensor.shape):
-                raise ValueError(_shapes_differ(self.path, name, shape, tuple(tensor.shape)))
+                raise ValueError(refusals.shapes_differ(self.path, name, shape, tuple(tensor.shape)))
             if ties.get(name, name) == name or ties[name] not in self.tensors:
                 self._want(keys[0], tensor)
         return missing, used
@@ -270,13 +269,13 @@ class _Loading:
 
     def _match_optimizers(self) -> tuple[list[set[str]], list[set[str]]]:
         if not self.source.whole_run:
-            raise ValueError(_weights_only_source(self.path, self.report.kind))
+            raise ValueError(refusals.weights_only_source(self.path, self.report.kind))
         optimizers, saved = self.state.optimizers, self.source.optimizers()
         check_optimizers(optimizers)
         if len(optimizers) != len(saved):
             problem = f"{len(saved)} optimizers are saved, {len(optimizers)} are live"
             if self.request.strict:
-                raise ValueError(_other_optimizers(self.path, problem))
+                raise ValueError(refusals.other_optimizers(self.path, problem))
             self.report.notes.append(problem)
         aliases = _names_by_id(self.state, self.source)
         stored = []
@@ -308,52 +307,3 @@ def _names_by_id(state: TrainState, source: Source) -> dict[int, list[str]]:
 
 def _address(tensor: Tensor) -> int:
     return torch_dtensor_api.local_tensor(tensor.detach()).data_ptr()
-
-
-def _listed(names_: list[str]) -> str:
-    return ", ".join(names_[:8]) + (f" and {len(names_) - 8} more" if len(names_) > 8 else "") if names_ else "none"
-
-
-def _names_differ(path: str, missing: list[str], unexpected: list[str]) -> str:
-    return message(
-        "The module must have the names that are in the checkpoint.",
-        got=f"missing in the checkpoint: {_listed(missing)}; unexpected in it: {_listed(unexpected)}",
-        source=path,
-        change="load with strict=False (strict_loading=False on the module) to fill what corresponds and keep the rest",
-    )
-
-
-def _shapes_differ(path: str, name: str, saved: tuple[int, ...], live: tuple[int, ...]) -> str:
-    return message(
-        "A checkpoint must be of the same model: the shapes of whole tensors must agree.",
-        got=f"the first that differs is {name}: {saved} in the checkpoint, {live} in the module",
-        source=path,
-        change="build the module with the hyperparameters of the checkpoint, or choose another checkpoint",
-    )
-
-
-def _parameters_lost(path: str, index: int, lost: list[str]) -> str:
-    return message(
-        "The optimizer must have the parameters and groups that it had when the checkpoint was saved.",
-        got=f"optimizer {index} no longer has {_listed(lost)}",
-        source=path,
-        change="build the same groups, or load with strict=False to drop their state",
-    )
-
-
-def _other_optimizers(path: str, problem: str) -> str:
-    return message(
-        "A run resumes with the optimizers that it had.",
-        got=problem,
-        source=f"configure_optimizers() and {path}",
-        change="return the same optimizers in the same order, or load weights only, or with strict=False",
-    )
-
-
-def _weights_only_source(path: str, kind: str) -> str:
-    return message(
-        "A run can be resumed from a checkpoint of lightning_pardist or a Lightning .ckpt file with optimizer states.",
-        got=f"weights without a run ({kind})",
-        source=path,
-        change='load it as weights: LoadRequest(what="weights")',
-    )

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_pardist.describe.record import named_tensors
+from lightning_pardist.describe.named_tensors import named_tensors
 
 Entry = Literal["training_step", "forward"]
 

@@ -18,8 +18,8 @@ from lightning_pardist.describe.blame import blame
 from lightning_pardist.describe.entries import Entry
 from lightning_pardist.describe.fake_run import FakeRun, FakeRunRequest, Observer, Prepare, Reshape
 from lightning_pardist.describe.libraries import fakes_pass_for_real, libraries_ask_for_fakes
+from lightning_pardist.describe.named_tensors import named_tensors
 from lightning_pardist.describe.questions import UnknownNumber, UnknownValueError
-from lightning_pardist.describe.record import named_tensors
 from lightning_pardist.describe.sample import keep_rng_state
 from lightning_pardist.specs.model_profile import ModelProfile
 

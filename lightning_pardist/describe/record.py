@@ -30,6 +30,7 @@ from lightning_pardist.base.torch_api import (
 from lightning_pardist.describe.fake_rules import RULES
 from lightning_pardist.describe.flops import formulas
 from lightning_pardist.describe.known_values import KnownValues
+from lightning_pardist.describe.named_tensors import named_tensors
 
 aten = torch.ops.aten
 _QUERIES = frozenset({torch.ops.prim.device.default, torch.ops.prim.layout.default})
@@ -332,26 +333,6 @@ class StepRecorder(TorchDispatchMode):
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
-
-
-def named_tensors(value: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors in a batch, argument or output with their path, such as ``"batch.input_ids"``."""
-    if isinstance(value, torch.Tensor):
-        yield path or "0", value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from named_tensors(item, _join(path, key))
-    elif isinstance(value, (list, tuple)):
-        for index, item in enumerate(value):
-            yield from named_tensors(item, _join(path, index))
-    elif hasattr(value, "__dict__") and not isinstance(value, (type, nn.Module)) and not callable(value):
-        for key, item in vars(value).items():
-            if isinstance(item, (torch.Tensor, Mapping, list, tuple)):
-                yield from named_tensors(item, _join(path, key))
-
-
-def _join(path: str, key: object) -> str:
-    return f"{path}.{key}" if path else str(key)
 
 
 def _arguments(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from lightning_pardist.base.function_names import function_name
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.torch_api import current_autograd_node, storage_key
-from lightning_pardist.describe.record import named_tensors
+from lightning_pardist.describe.named_tensors import named_tensors
 
 UNSEEN = "an operation below torch's Python functions"
 """Name of an event that stands for what happened out of our sight (an autograd.Function, scripted code)."""
