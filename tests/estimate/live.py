@@ -6,6 +6,7 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
+from unittest.mock import patch
 
 import lightning as L
 import torch
@@ -16,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from benchmarks.support.traffic import CollectiveRecorder, Total, Traffic, axis_ranks, totals
 from lightning_pardist import HybridStrategy
+from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.stage_program import StageProgram
 from lightning_pardist.specs.estimate import AxisTraffic
 from lightning_pardist.torch_dist_api import fsdp_parameters, whole_parameter
@@ -78,7 +80,7 @@ class Meter:
         return kept.tensor
 
     def _parameters(self) -> Iterator[Tensor]:
-        if self._module.trainer.strategy.parallel_model.kind != "shard":  # type: ignore[attr-defined]
+        if _model(self._module.trainer).kind != "shard":
             yield from self._module.parameters()
             return
         for record in fsdp_parameters(self._module):
@@ -132,12 +134,21 @@ class _Watch(L.Callback):
 
 
 def _stored(module: L.LightningModule, trainer: L.Trainer) -> tuple[int, int, int]:
-    absent = trainer.strategy.parallel_model.absent  # type: ignore[attr-defined]
+    absent = _model(trainer).absent
     parameters = [p for name, p in module.named_parameters() if name not in absent]
     moments = [s[key] for o in trainer.optimizers for s in o.state.values() for key in ("exp_avg", "exp_avg_sq")]
     gradients = [p.grad for p in parameters if p.grad is not None]
-    parts = ([p.detach() for p in parameters], gradients, moments)
-    return tuple(sum(local_tensor(t).nbytes for t in tensors) for tensors in parts)  # type: ignore[return-value]
+    return _nbytes([p.detach() for p in parameters]), _nbytes(gradients), _nbytes(moments)
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum(local_tensor(tensor).nbytes for tensor in tensors)
+
+
+def _model(trainer: L.Trainer) -> ParallelModel:
+    strategy = trainer.strategy
+    assert isinstance(strategy, HybridStrategy) and strategy.parallel_model is not None
+    return strategy.parallel_model
 
 
 def step_of(case: Case) -> Seen:
@@ -160,7 +171,6 @@ def step_of(case: Case) -> Seen:
             Measured.meter.sent += [weakref.ref(tensor) for tensor in out]
         return out
 
-    StageProgram.forward = forward  # type: ignore[method-assign]
     Meter.stages.clear()
     make = UserStage.__init__
 
@@ -168,9 +178,9 @@ def step_of(case: Case) -> Seen:
         make(stage, *args, **kwargs)
         Meter.stages.append(stage)
 
-    UserStage.__init__ = remembered  # type: ignore[method-assign]
     try:
-        trainer.fit(module, DataLoader(Texts(rows, 5), batch_size=ROWS))
+        with patch.object(StageProgram, "forward", forward), patch.object(UserStage, "__init__", remembered):
+            trainer.fit(module, DataLoader(Texts(rows, 5), batch_size=ROWS))
         assert Measured.meter is not None and strategy.meshes is not None
         names = ("pipeline_parallel", "data_parallel_replicate", "data_parallel_shard", "data_parallel")
         return Seen(
@@ -181,8 +191,6 @@ def step_of(case: Case) -> Seen:
             groups={name: axis_ranks(strategy.meshes, name) for name in (*names, "tensor_parallel")},
         )
     finally:
-        StageProgram.forward = plain  # type: ignore[method-assign]
-        UserStage.__init__ = make  # type: ignore[method-assign]
         Measured.meter = None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -99,7 +100,7 @@ def counted(plan: ParallelPlan, rank: int) -> tuple[Traffic, dict[str, tuple[int
         model = apply_plan(module, plan, meshes, cpu)
     StepRunner(model)
     runner = PipelineRunner(model, None)
-    micros = [MicroBatch(lambda part=part: module.training_step(part, 0), 1.0, outputs, None) for part in parts]  # type: ignore[misc]
+    micros = [MicroBatch(partial(module.training_step, part, 0), 1.0, outputs, None) for part in parts]
     request = StepRequest(micros, flow, True, lambda _micro, _is_last: nullcontext())
     for _ in range(2):  # the first step does what is done once
         with CollectiveRecorder() as recorder:

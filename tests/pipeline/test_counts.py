@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from benchmarks.support.traffic import Collective, CollectiveRecorder, Traffic, axis_ranks, planned, totals
+from lightning_pardist import HybridStrategy
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from tests.pipeline.test_schedules import GOLDEN
 from tests.strategies.common import FEATURES, Block, Tower, loader, make_trainer
@@ -73,7 +74,10 @@ def most_alive(schedules: Iterable[str]) -> dict[str, tuple[float, float]]:
         CountedBlock.most = 0
         trainer.fit(Counted(), loader(2 * MICROS, MICROS))
         assert not CountedBlock.alive, "activations outlive their step"
-        plan = trainer.strategy.plan.pipeline  # type: ignore[attr-defined, union-attr]
+        strategy = trainer.strategy
+        assert isinstance(strategy, HybridStrategy) and strategy.plan is not None
+        plan = strategy.plan.pipeline
+        assert plan is not None
         blocks = BLOCKS // dist.get_world_size()
         found[schedule] = CountedBlock.most / (CountedBlock.per_call * blocks), plan.alive
     return found

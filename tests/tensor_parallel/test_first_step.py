@@ -58,7 +58,7 @@ def train(kind: str, verify: Any, plan: dict[str, str] | None = None, sequence: 
     torch.manual_seed(3)
     random.seed(3)
     np.random.seed(3)
-    module = {"stateful": Stateful, "softmaxed": Softmaxed}.get(kind, MODELS.get(kind))()  # type: ignore[misc]
+    module = {**MODELS, "stateful": Stateful, "softmaxed": Softmaxed}[kind]()
     tensor = TensorOptions(verify=verify, plan=plan, sequence_parallel=sequence)
     strategy = HybridStrategy(tensor_parallel_size=2, tensor=tensor, print_plan=False)
     trainer = L.Trainer(

@@ -264,8 +264,12 @@ def test_combinations_that_are_not_there() -> None:
 
 def across_nodes() -> list[str]:
     heard: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+
+    class Heard(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            heard.append(record.getMessage())
+
+    handler = Heard()
     logger = logging.getLogger("lightning_pardist")
     logger.addHandler(handler)
     try:
