@@ -28,6 +28,7 @@ from lightning_pardist.run.pipeline import (
 from lightning_pardist.run.stage_program import Failure, MicroBatch, StepRun
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.pipeline_plan import Dataflow
+from lightning_pardist.strategies.kept_gradients import KeptGradients
 from lightning_pardist.strategies.loss_weights import loss_weights
 from lightning_pardist.strategies.metrics import StepLogs
 from lightning_pardist.strategies.pipeline_forecast import recall_forecast
@@ -43,7 +44,6 @@ from lightning_pardist.strategies.pipeline_logs import (
 from lightning_pardist.strategies.schedules import custom_orders
 from lightning_pardist.strategies.timeline import write_timeline
 from lightning_pardist.strategies.user_step import UserStep
-from lightning_pardist.torch_dtensor_api import local_tensor
 
 log = get_logger(__name__)
 
@@ -100,12 +100,11 @@ class Pipelining:
         self._cut: PipelineCut = model.pipeline
         self._options = options
         self._logs = logs
-        self._keeps_apart = keeps_apart
         self._runner = PipelineRunner(model, custom_orders(options))
+        self.gradients = KeptGradients(model, self._runner, keeps_apart=keeps_apart)
+        """Of the last training step."""
         self._metrics = MetricStates(module)
         self._is_loss_rank = self._cut.rank == self._cut.plan.loss_rank
-        self._kept: list[tuple[torch.nn.Parameter, Tensor | None]] = []
-        self._earlier: list[tuple[torch.nn.Parameter, Tensor | None]] = []
         self._wants_timeline = options.timeline is not None
         self._steps = 0
 
@@ -116,12 +115,12 @@ class Pipelining:
     # ---- training
 
     def forward_backward(self, step: UserStep, device: torch.device) -> StepDone:
-        """Runs a training step's schedule; its gradients wait on the parameters for ``keep_gradients``."""
+        """Runs a training step's schedule; its gradients wait on the parameters for ``gradients.keep``."""
         trainer = self._module.trainer
         accumulate = trainer.accumulate_grad_batches
         batch_idx = step.args[1] if len(step.args) > 1 else step.kwargs.get("batch_idx", self._steps)
         is_first = batch_idx % accumulate == 0  # as Lightning decides whether to clear gradients
-        self._earlier = self._put_aside(drop=is_first) if is_first or self._keeps_apart else []
+        self.gradients.before_step(is_first=is_first)
         self._steps += 1
         timed = self._wants_timeline and self._steps == 3  # past what first steps do once
         self._runner.moments = [] if timed else None
@@ -157,50 +156,6 @@ class Pipelining:
         for joined in values:
             value, arguments = local_arguments(joined, self._module, device)
             self._logs.log_here(joined.name, value, arguments)
-
-    def keep_gradients(self, *, window_ends: bool, skip: bool) -> None:
-        """Finishes a step's gradients and takes them off the parameters, for Lightning clears those before backward.
-
-        Args:
-            window_ends: the optimizer steps next.
-            skip: all ranks agreed to drop the step.
-        """
-        if skip:
-            self._runner.drop_gradients()
-            self._put_aside(drop=True)
-            self._kept = self._earlier
-            if window_ends:
-                self._restore(self._kept)
-                self._runner.finish_gradients(reduce_shards=False, window_ends=True)
-                self._kept = self._put_aside(drop=False)
-            return
-        for parameter, gradient in self._earlier:
-            if gradient is None:
-                continue
-            if parameter.grad is None:
-                parameter.grad = gradient
-            else:  # in place on this rank's part: torch adds no DTensors of placements that it does not know
-                local_tensor(parameter.grad).add_(local_tensor(gradient))
-        keeps_whole = self._model.plan.data_parallel.zero_stage == 1 and not self._keeps_apart
-        self._runner.finish_gradients(reduce_shards=window_ends or not keeps_whole, window_ends=window_ends)
-        self._kept = self._put_aside(drop=False)
-
-    def give_back_gradients(self) -> None:
-        """Puts the gradients back where Lightning, callbacks and the optimizer look for them."""
-        self._restore(self._kept)
-        self._kept = []
-
-    def _put_aside(self, *, drop: bool) -> list[tuple[torch.nn.Parameter, Tensor | None]]:
-        held = [p for name, p in self._module.named_parameters() if name not in self._cut.absent]
-        kept = [] if drop else [(p, p.grad) for p in held]
-        for parameter in held:
-            parameter.grad = None
-        return kept
-
-    @staticmethod
-    def _restore(kept: Sequence[tuple[torch.nn.Parameter, Tensor | None]]) -> None:
-        for parameter, gradient in kept:
-            parameter.grad = gradient
 
     # ---- evaluation
 

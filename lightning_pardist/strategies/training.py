@@ -72,13 +72,13 @@ class Training:
             if live.pipelining is None:
                 live.runner.skip_backward()
             else:
-                live.pipelining.give_back_gradients()
+                live.pipelining.gradients.give_back()
             return closure_loss.detach()
         live.strategy.pre_backward(closure_loss)
         if live.pipelining is not None:
             # The schedule has done it; hooks around a backward pass run as ever.
             precision.pre_backward(closure_loss, live.module)
-            live.pipelining.give_back_gradients()
+            live.pipelining.gradients.give_back()
             loss = closure_loss
         else:
             loss = live.runner.loss_to_backward(precision.pre_backward(closure_loss, live.module))
@@ -127,7 +127,7 @@ class Training:
         result = None if done.failures else done.output
         output = self._agree_on(result, combined, failed=lambda: pipelining.raise_failures(done, step.entry))
         pipelining.log_here(others, device)
-        pipelining.keep_gradients(window_ends=self._live.runner.window_ends, skip=self._guard.skips_backward)
+        pipelining.gradients.keep(window_ends=self._live.runner.window_ends, skip=self._guard.skips_backward)
         return output
 
     def _agree_on(self, output: Any, noted: list[Logged], failed: Callable[[], None] | None = None) -> Any:
