@@ -1,1 +1,4 @@
-"""One training in the ways of many libraries: each function is what its user must write, and its lines are counted."""
+"""The same training, written for each library as its user would write it.
+
+The programs repeat each other on purpose: their lines are what is counted, so none of them calls another's.
+"""
