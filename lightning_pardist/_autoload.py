@@ -13,6 +13,7 @@ Nothing here may raise, import Lightning, or import a part of torch: it runs in 
 from __future__ import annotations
 
 import sys
+from importlib import _bootstrap  # noqa: PLC2701 -- the interpreter's own; used only where it has what is asked of it
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -79,10 +80,24 @@ def _register(registry_module: ModuleType) -> None:
         )
 
 
+def _wait_for_an_import_under_way() -> None:
+    """Returns once no other thread is importing Lightning's registry module.
+
+    A thread that found the module before our finder was there runs it without us, and it may be neither in
+    ``sys.modules`` yet nor complete. Only the module's import lock tells; the import system's own function takes it,
+    returns at once in the thread that holds it, and gives up where waiting would be a deadlock. No public name does
+    the same without importing the module; on a Python without this one, the threads race.
+    """
+    wait = getattr(_bootstrap, "_lock_unlock_module", None)
+    if wait is not None:
+        wait(_REGISTRY_MODULE)
+
+
 def autoload() -> None:
     """Registers the names now if Lightning's registry is there, and whenever it is imported from now on."""
     if not any(getattr(finder, "__qualname__", "") == _RegisterAfterImport.__qualname__ for finder in sys.meta_path):
         sys.meta_path.insert(0, _RegisterAfterImport)
+    _wait_for_an_import_under_way()
     registry_module = sys.modules.get(_REGISTRY_MODULE)
     if registry_module is not None and hasattr(registry_module, "StrategyRegistry"):
         _register(registry_module)

@@ -168,6 +168,50 @@ def test_a_new_registry_gets_the_names_again(pretended_lightning: Path) -> None:
     assert found == [[len(NAMES), 1]] * 4
 
 
+@pytest.mark.parametrize("slow", ["find_spec", "create_module", "exec_module"])
+def test_an_import_that_another_thread_is_in_the_middle_of_gets_the_names(pretended_lightning: Path, slow: str) -> None:
+    """The other thread is past the place where our finder would have been asked, in each way that it can be."""
+    found = printed(
+        f"""
+        import importlib, json, sys, threading, time
+        from importlib.machinery import ModuleSpec, PathFinder
+        reached = threading.Event()
+
+        def pause_in(step):
+            if step == {slow!r}:
+                reached.set()
+                time.sleep(0.5)
+
+        class SlowLoader:
+            def __init__(self, loader):
+                self.loader = loader
+            def create_module(self, spec):
+                pause_in("create_module")
+            def exec_module(self, module):
+                pause_in("exec_module")
+                self.loader.exec_module(module)
+
+        class SlowFinder:
+            @staticmethod
+            def find_spec(name, path=None, target=None):
+                if name == "lightning.pytorch.strategies":
+                    pause_in("find_spec")
+                    found = PathFinder.find_spec(name, path, target)
+                    return ModuleSpec(name, SlowLoader(found.loader), origin=found.origin, is_package=True)
+
+        sys.meta_path.insert(0, SlowFinder)
+        other = threading.Thread(target=importlib.import_module, args=("lightning.pytorch.strategies",))
+        other.start()
+        assert reached.wait(60)
+        import lightning_pardist
+        print(json.dumps(list(sys.modules["lightning.pytorch.strategies"].StrategyRegistry)))
+        other.join()
+        """,
+        path=pretended_lightning,
+    )
+    assert found == NAMES
+
+
 def test_threads_may_import_at_once(pretended_lightning: Path) -> None:
     found = printed(
         """

@@ -6,6 +6,7 @@ is imported when a name is used.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -71,6 +72,10 @@ class _Registry(Protocol):
     def register(self, name: str, strategy: Any, description: str, **init_params: Any) -> Any: ...
 
 
+_registering = threading.Lock()
+"""Lightning may be imported in one thread and this package in another; each would find a name missing and add it."""
+
+
 def hybrid_strategy(**arguments: Any) -> HybridStrategy:
     """Returns a HybridStrategy with these arguments; this is what the registry calls for each of our names."""
     from lightning_pardist.strategies.hybrid import HybridStrategy
@@ -80,6 +85,7 @@ def hybrid_strategy(**arguments: Any) -> HybridStrategy:
 
 def register(registry: _Registry) -> None:
     """Adds every preset to Lightning's registry; a name that is there already, from us or from others, stays."""
-    for name, preset in PRESETS.items():
-        if name not in registry:
-            registry.register(name, hybrid_strategy, description=preset.description, **preset.arguments)
+    with _registering:
+        for name, preset in PRESETS.items():
+            if name not in registry:
+                registry.register(name, hybrid_strategy, description=preset.description, **preset.arguments)
