@@ -57,6 +57,7 @@ class FlowRecorder(TorchDispatchMode):
         self.outputs: dict[int, Outputs] = {}
         self.opaque: dict[int, str] = {}
         self.calls = [0] * len(blocks)
+        self._order: list[int] = []
         self.finished = False
         """The step's own code has run to its end."""
         self._blocks = list(blocks)
@@ -97,6 +98,8 @@ class FlowRecorder(TorchDispatchMode):
             if current_autograd_node() is not None:  # recomputed in the backward pass
                 return
             self.calls[index] += 1
+            if self.calls[index] == 1:
+                self._order.append(index)
             self._open = index
             self._inputs = [(storage_key(t), _geometry(t)) for t in tensors_of((args, kwargs))]
 
@@ -224,6 +227,7 @@ class FlowRecorder(TorchDispatchMode):
         count = len(self._blocks)
         return Dataflow(
             blocks=tuple(self._blocks),
+            order=tuple(self._order),
             needs=tuple(self._needs(target) for target in range(count + 1)),
             used_parameters=tuple(tuple(self._used[block]) for block in range(count)),
             calls=tuple(self.calls),

@@ -321,6 +321,13 @@ def pipeline_gather(value: Any, model: ParallelModel) -> list[Any]:
 
 def entry_problem(plan: PipelinePlan, flow: Dataflow) -> str | None:
     """Returns, in words, what another step than the planned one needs and its stages lack; None if all is there."""
+    owners = [plan.stage_of(block).index for block in flow.order]
+    for before, after, block in zip(owners, owners[1:], flow.order[1:], strict=False):
+        if after < before:
+            return f"it calls {flow.blocks[block]}, of stage {after}, after blocks of stage {before}"
+    for name, calls in zip(flow.blocks, flow.calls, strict=True):
+        if calls > 1:
+            return f"it calls {name} {calls} times, and a stage runs its blocks once per micro-batch"
     for stage in plan.stages:
         lacking = sorted(set(flow.needed_by(stage.first, stage.stop)) - plan.held_by(stage.rank))
         if lacking:

@@ -159,11 +159,13 @@ class _Listener:
         self._run = run
         self._is_last = is_last
         self._wanted = {} if is_last else dict.fromkeys(run.sends[stage.index])
+        self._called: set[int] = set()
 
     def replaces(self, block: int) -> bool:
         return not self._stage.first <= block < self._stage.stop
 
     def stand_in(self, block: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self._note_call(block)
         given: list[Tensor] = []
         found: dict[int, Any] = {}
 
@@ -182,7 +184,24 @@ class _Listener:
 
         return map_leaves(tensor_for, self._micro.outputs[block].structure)
 
+    def _note_call(self, block: int) -> None:
+        """Refuses what the plan has not seen and would get numbers of another call for.
+
+        Steps whose code looks at values cannot be described to their end, so only this tells.
+        """
+        if block in self._called:
+            raise ValueError(
+                f"{self._block(block)} was called twice in this step: a stage runs its blocks once per micro-batch"
+            )
+        if block >= self._stage.stop:
+            raise ValueError(
+                f"{self._block(block)}, of a later stage, was called before {self._stage.blocks[-1]}, the last of "
+                "this one: stages run their blocks in the order of training_step"
+            )
+        self._called.add(block)
+
     def left(self, block: int, output: Any) -> None:
+        self._note_call(block)
         tensors = tensors_of(output)
         for index, tensor in enumerate(tensors):
             if (block, index) in self._wanted:

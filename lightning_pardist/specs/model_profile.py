@@ -166,9 +166,13 @@ class ModelProfile:
         return tuple(p.name for p in self.parameters if p.requires_grad and not (p.phases and p.is_reached))
 
     def blocks(self) -> Iterator[BlockProfile]:
-        """All blocks of all stacks in call order."""
-        for stack in self.stacks:
-            yield from stack.blocks
+        """All blocks of all stacks in the order of their first calls, which may go to and fro between stacks.
+
+        Blocks that the run did not reach come last; without a run the order is that of the stacks.
+        """
+        called = {name: place for place, name in enumerate(self.called_modules or ())}
+        blocks = (block for stack in self.stacks for block in stack.blocks)
+        yield from sorted(blocks, key=lambda block: called.get(block.name, len(called)))
 
     def _costs(self) -> Iterator[PhaseCost]:
         yield from (self.prefix, self.between, self.suffix)

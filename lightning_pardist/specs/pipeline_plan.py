@@ -62,6 +62,8 @@ class Dataflow:
 
     blocks: tuple[str, ...]
     """Names of the blocks in call order."""
+    order: tuple[int, ...]
+    """Of the blocks that this step called, by first call; ascending where it calls them as ``blocks`` says."""
     needs: tuple[Needs, ...]
     """By block; the last entry is of the code after the last block."""
     used_parameters: tuple[tuple[str, ...], ...]

@@ -272,6 +272,49 @@ class ManyStates(Vectors, OneLoss):
         return torch.optim.Adam(self.parameters(), lr=1e-3, eps=1e-5)
 
 
+class DenseLayer(nn.Module):
+    """Takes the list of all outputs so far, which goes on growing after the call."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(2, width), nn.Conv2d(width, 4, 3, padding=1)
+
+    def forward(self, states: list[Tensor]) -> Tensor:
+        return self.conv(F.relu(self.norm(torch.cat(states, 1))))
+
+
+class Transition(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.conv = nn.GroupNorm(2, 16), nn.Conv2d(16, 8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.conv(F.relu(self.norm(x)))
+
+
+class DenseNet(ConvNet):
+    """Two stacks of blocks between which a step goes to and fro, and lists of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Conv2d(3, 8, 3, padding=1)
+        self.layers = nn.ModuleList([nn.ModuleList([DenseLayer(8), DenseLayer(12)]) for _ in range(3)])
+        self.transitions = nn.ModuleList([Transition() for _ in range(3)])
+        self.head = nn.Linear(8, 5)
+
+    def loss(self, batch: Any) -> Tensor:
+        x = self.net(batch[0])
+        for layers, transition in zip(self.layers, self.transitions, strict=True):
+            states = [x]
+            for layer in layers:
+                states.append(layer(states))
+            x = transition(torch.cat(states, 1))
+        return F.cross_entropy(self.head(x.mean((2, 3))), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
 def dataset_of_numbers(rows: int, seed: int) -> Dataset[Any]:
     return torch.utils.data.TensorDataset(numbers(rows, WIDTH, seed=seed), integers(5, rows, seed=seed))
 
@@ -290,6 +333,7 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "seq2seq": Seq2Seq,
     "convnet": ConvNet,
     "many_states": ManyStates,
+    "dense": DenseNet,
     "weight_penalty": WeightPenalty,
     "shared_weights": SharedWeights,
     "unused": UnusedParameters,

@@ -37,7 +37,10 @@ GROUPS: dict[str, tuple[int, list[Case]]] = {
     ),
     "modules": (
         2,
-        [(name, TWO, CLIP) for name in ("vit", "encoder", "convnet", "many_states", "seq2seq", "weight_penalty")],
+        [
+            (name, TWO, CLIP)
+            for name in ("vit", "encoder", "convnet", "dense", "many_states", "seq2seq", "weight_penalty")
+        ],
     ),
     "tied, skipping and frozen": (
         2,
@@ -49,7 +52,7 @@ GROUPS: dict[str, tuple[int, list[Case]]] = {
             ("many_states", {**TWO, "schedule": "interleaved_zero_bubble"}, CLIP),
         ],
     ),
-    "four stages of odd steps": (4, [("skip_gpt", FOUR, CLIP), ("many_states", FOUR, BOTH)]),
+    "four stages of odd steps": (4, [("skip_gpt", FOUR, CLIP), ("many_states", FOUR, BOTH), ("dense", FOUR, CLIP)]),
     "with sharded and replicated stages": (
         4,
         [

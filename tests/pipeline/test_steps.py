@@ -253,6 +253,42 @@ def fit_named(name: str, options: dict[str, Any], arguments: dict[str, Any]) -> 
     fit(classes[name](), options, **arguments)
 
 
+class Again(Tower):
+    """Calls its blocks a second time when it validates: at once, after a look at values, or backwards."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def validation_step(self, batch: list[Tensor], batch_idx: int) -> None:
+        if self.how == "backwards":
+            x = self.inp(batch[0])
+            for block in reversed(self.blocks):
+                x = block(x)
+            self.log("val", self.out(x).mean())
+            return
+        first = self(batch[0])
+        if self.how == "twice" or first.mean().item() < 1e9:
+            self.log("val", (self(2 * batch[0]) - first).mean())
+
+
+def validate_again(how: str) -> None:
+    trainer = make_trainer({**TWO, "sample_batch": [torch.zeros(8, FEATURES), torch.zeros(8)]}, 2, max_steps=1)
+    trainer.validate(Again(how), loader(16, 8), verbose=False)
+
+
+def test_a_step_that_calls_blocks_otherwise_than_training_is_refused(run_distributed: Any) -> None:
+    check(
+        run_distributed,
+        [
+            (validate_again, ("twice",), r"calls blocks\.0 2 times"),
+            (validate_again, ("backwards",), r"calls blocks\.\d, of stage 0, after blocks of stage 1"),
+        ],
+    )
+    for error in run_distributed.errors(validate_again, "twice, by a value", world_size=2):
+        assert "was called twice in this step" in str(error)
+
+
 def fit_scaled() -> None:
     strategy = HybridStrategy(**TWO)
     L.Trainer(
