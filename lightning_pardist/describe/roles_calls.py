@@ -18,7 +18,7 @@ from lightning_pardist.base.function_names import CONTRACTIONS
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.describe.roles_axes import Axis, Factor, Factors, expand, find, size_of
 from lightning_pardist.describe.roles_state import State, argument, results
-from lightning_pardist.describe.roles_trace import Event, Trace
+from lightning_pardist.describe.roles_trace import Call, Event, Trace
 from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDim, SlicedDim, TermKind
 
 Terms = tuple[tuple[int, TermKind], ...]
@@ -151,11 +151,21 @@ def shard_calls(trace: Trace, sharing: Sharing, state: State) -> Iterator[ShardC
         ordinal = counts.get(key, 0)
         counts[key] = ordinal + 1
         module = call.modules[-1] if call.modules else ""
-        if call.event is None or first_entry.setdefault(module, call.entry) != call.entry:
+        is_asked = call.event is not None or call.compared is not None
+        if not is_asked or first_entry.setdefault(module, call.entry) != call.entry:
             continue
-        found = _needs(trace.events[call.event], sharing, state)
+        if call.event is not None:
+            found = _needs(trace.events[call.event], sharing, state)
+        else:
+            found = _compared(call, sharing)
         if found is not None:
             yield replace(found, module=module, function=call.name, ordinal=ordinal)
+
+
+def _compared(call: Call, sharing: Sharing) -> ShardCall | None:
+    assert call.compared is not None
+    dims = tuple(sharing.dims(call.compared))
+    return ShardCall(module="", function=call.name, ordinal=0, sizes=dims) if dims else None
 
 
 def _needs(event: Event, sharing: Sharing, state: State) -> ShardCall | None:
@@ -166,7 +176,9 @@ def _needs(event: Event, sharing: Sharing, state: State) -> ShardCall | None:
     blank = ShardCall(module="", function=event.name, ordinal=0)
     call = blank
     if event.name in _SIZED and outs:
-        call = replace(call, sizes=tuple(sharing.dims(outs[0])) + _repeated(event, sharing, state))
+        sizes = tuple(sharing.dims(outs[0])) + _repeated(event, sharing, state)
+        is_view = event.name in ("view", "reshape", "unflatten")
+        call = replace(call, sizes=sizes, inner=_inner_sizes(event.args[0], outs[0], sizes) if is_view else ())
     elif event.name in _SPLIT:
         call = _split(call, event, sharing, state)
     elif event.name in ("getitem", "narrow"):
@@ -179,6 +191,28 @@ def _needs(event: Event, sharing: Sharing, state: State) -> ShardCall | None:
     if event.name in _RANDOM and outs:
         call = replace(call, is_random=True)
     return call if call != blank else None
+
+
+def _inner_sizes(x: torch.Tensor, out: torch.Tensor, shared: Sequence[ShardedDim]) -> tuple[tuple[int, int], ...]:
+    """Returns the (dim, size) that a view splits a shared dim into inside of its units, such as the width of a head.
+
+    Code may work them out from a rank's own tensor (``x.size(-1) // self.n_head``), and gets them wrong then.
+    """
+    if x.numel() != out.numel() or out.numel() == 0:
+        return ()
+    found: list[tuple[int, int]] = []
+    start = 0
+    for size in x.shape:
+        end, product = start, 1
+        while end < out.dim() and (product < size or (size == 1 and end == start and out.shape[end] == 1)):
+            product *= int(out.shape[end])
+            end += 1
+        if product != size:
+            return ()
+        outer = [dim.dim for dim in shared if start <= dim.dim < end]
+        found += [(dim, int(out.shape[dim])) for dim in range(outer[0] + 1, end) if dim not in outer] if outer else []
+        start = end
+    return tuple(found)
 
 
 def _repeated(event: Event, sharing: Sharing, state: State) -> tuple[ShardedDim, ...]:

@@ -16,6 +16,7 @@ from lightning_pardist.base.function_names import function_name
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.torch_api import current_autograd_node, storage_key
 from lightning_pardist.describe.named_tensors import named_tensors
+from lightning_pardist.describe.watched_sizes import WatchedSizes
 
 UNSEEN = "an operation below torch's Python functions"
 """Name of an event that stands for what happened out of our sight (an autograd.Function, scripted code)."""
@@ -33,7 +34,7 @@ class Event:
     """An argument is a tensor of the batch (or a view of one)."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Call:
     """One call of any torch function, in the order of the run."""
 
@@ -44,6 +45,8 @@ class Call:
     """Counts the calls of modules: which call of the innermost one this was."""
     event: int | None
     """Index of its event; None if nothing in it depends on parameters."""
+    compared: torch.Tensor | None = None
+    """The tensor whose sizes it asks for, if the code compares them with sizes that it worked out otherwise."""
 
 
 @dataclass
@@ -148,7 +151,10 @@ class TraceRecorder(TorchFunctionMode):
             self._note(func, args, kwargs, out)
             is_noted = len(self.trace.events) > before and self.trace.events[-1].out is out
             event = len(self.trace.events) - 1 if is_noted else None
-            self.trace.calls.append(Call(function_name(func), tuple(self._running), self._entries[-1], event))
+            call = Call(function_name(func), tuple(self._running), self._entries[-1], event)
+            self.trace.calls.append(call)
+            if type(out) is torch.Size and call.name in ("size", "shape") and id(args[0]) in self._depends:
+                return WatchedSizes(out, lambda: setattr(call, "compared", args[0]))
         return out
 
     def _note(self, func: Callable[..., Any], args: Any, kwargs: Any, out: Any) -> None:

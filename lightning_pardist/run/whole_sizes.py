@@ -34,6 +34,8 @@ class WholeSizes:
 
     def run(self, call: ShardCall, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Returns what the call gives on this rank's share."""
+        if call.function in ("size", "shape"):
+            return self._comparable(call, func(*args, **kwargs))
         if call.met:
             args, kwargs = self._meet(call.met, args, kwargs)
         if call.sizes:
@@ -72,17 +74,41 @@ class WholeSizes:
             given = (kwargs[key],)
         is_list = len(given) == 1 and isinstance(given[0], (tuple, list))
         sizes = list(given[0] if is_list else given)
-        if not self._asks_for_whole(call, x, sizes, offset):
+        halved = self._with_own_inner(call, x, sizes, offset)
+        if halved is not None:
+            sizes = halved
+        elif not self._asks_for_whole(call, x, sizes, offset):
             return args, kwargs
-        for dim in call.sizes:
-            index = dim.dim - offset
-            if 0 <= index < len(sizes) and sizes[index] != -1 and sizes[index] % dim.period == 0:
-                sizes[index] = self._size(call, x, dim, sizes[index], len(sizes))
+        else:
+            self._make_local(call, x, sizes, offset)
         if call.function in ("view", "reshape"):
             self._mend_mixed(call, x, sizes)
         if key is not None:
             return args, {**kwargs, key: tuple(sizes)}
         return (*args[:skipped], tuple(sizes)), kwargs
+
+    def _make_local(self, call: ShardCall, x: Tensor, sizes: list[int], offset: int) -> None:
+        for dim in call.sizes:
+            index = dim.dim - offset
+            if 0 <= index < len(sizes) and sizes[index] != -1 and sizes[index] % dim.period == 0:
+                sizes[index] = self._size(call, x, dim, sizes[index], len(sizes))
+
+    def _with_own_inner(self, call: ShardCall, x: Tensor, sizes: Sequence[int], offset: int) -> list[int] | None:
+        """Returns what was meant where the width inside of units was worked out from this rank's width.
+
+        ``x.view(B, T, self.n_head, x.size(-1) // self.n_head)`` asks for all heads, each of a part of its width.
+        """
+        if all(sizes[dim - offset] == size for dim, size in call.inner if 0 <= dim - offset < len(sizes)):
+            return None
+        meant = list(sizes)
+        for dim, size in call.inner:
+            if 0 <= dim - offset < len(meant):
+                meant[dim - offset] = size
+        self._make_local(call, x, meant, offset)
+        there = x.shape[offset] if call.function == "unflatten" else x.numel()
+        asked = math.prod(meant)
+        fits = asked == there if asked > 0 else meant.count(-1) == 1 and there % -asked == 0
+        return meant if fits else None
 
     def _mend_mixed(self, call: ShardCall, x: Tensor, sizes: list[int]) -> None:
         """Replaces a size that is neither whole nor local: this rank's key-value heads times all their query heads."""
@@ -107,6 +133,12 @@ class WholeSizes:
             return True
         there = x.shape[offset] if call.function == "unflatten" else x.numel()
         return math.prod(sizes) != there
+
+    def _comparable(self, call: ShardCall, sizes: Any) -> Any:
+        if not isinstance(sizes, torch.Size):
+            return sizes
+        shared = {dim.dim: (dim.period, self._local(dim, dim.period)) for dim in call.sizes}
+        return ShareSizes(sizes, shared)
 
     # ---- pieces ----------------------------------------------------------------------------------------------------
 
@@ -178,6 +210,45 @@ class WholeSizes:
 
     def _indices(self, dim: ShardedDim, whole: int, device: torch.device) -> Tensor:
         return held_indices(dim, self._share(dim), self._rank, whole).to(device)
+
+
+class ShareSizes(tuple[int, ...]):
+    """Sizes of a share that equal, in comparisons, those of the whole too.
+
+    ``torch.Size`` cannot be subclassed, so these are given only where the described step compared the sizes.
+    """
+
+    _shared: Mapping[int, tuple[int, int]]
+
+    def __new__(cls, sizes: Sequence[int], shared: Mapping[int, tuple[int, int]]) -> ShareSizes:
+        """Makes them.
+
+        Args:
+            sizes: of the share.
+            shared: by dim, so many of the whole for so many of this rank.
+        """
+        made = super().__new__(cls, sizes)
+        made._shared = shared
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, tuple) or len(other) != len(self):
+            return False
+        return all(self._is_same(dim, own, given) for dim, (own, given) in enumerate(zip(self, other, strict=True)))
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = tuple.__hash__
+
+    def _is_same(self, dim: int, own: int, given: Any) -> bool:
+        whole, local = self._shared.get(dim, (1, 1))
+        is_whole: bool = given % whole == 0 and given // whole * local == own
+        return is_whole or bool(own == given)
+
+    def numel(self) -> int:
+        """Returns the number of elements."""
+        return math.prod(self)
 
 
 def held_indices(dim: ShardedDim, share: RegionShare, rank: int, whole: int) -> Tensor:

@@ -101,7 +101,9 @@ class ShardCall:
     ordinal: int
     """Among the calls of this function in one forward of the module."""
     sizes: tuple[ShardedDim, ...] = ()
-    """Dims of the result whose sizes the code gives."""
+    """Dims of the result whose sizes the code gives; of ``size`` and ``shape``, those that the code compares."""
+    inner: tuple[tuple[int, int], ...] = ()
+    """Dims of the result of a view, and their sizes, that lie inside of units: the same on a share as on the whole."""
     split_dim: int | None = None
     split: tuple[ShardedDim, ...] = ()
     """Pieces of a split or chunk along ``split_dim``."""

@@ -120,6 +120,47 @@ class RelativeAttention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, t, -1))
 
 
+class CheckedAttention(nn.Module):
+    """Heads folded into the rows, as BART's first code has them, and sizes compared with what they should be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * HEAD_DIM) for _ in range(3))
+        self.out = nn.Linear(HEADS * HEAD_DIM, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.size()
+        q, k, v = (layer(x).view(b, t, -1, HEAD_DIM).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if q.shape != (b, HEADS, t, HEAD_DIM) or q.shape != k.shape:
+            raise ValueError(f"queries are {q.shape}")
+        q, k, v = (z.reshape(b * HEADS, -1, HEAD_DIM) for z in (q, k, v))
+        weights = torch.bmm(q, k.transpose(1, 2)) / HEAD_DIM**0.5
+        if weights.size() != (b * HEADS, t, k.size(1)):
+            raise ValueError(f"weights are {weights.size()}")
+        weights = weights.view(b, HEADS, t, t) + torch.ones(t, t).tril().log()
+        y = torch.bmm(weights.view(b * HEADS, t, t).softmax(-1), v)
+        if y.size() != torch.Size([b * HEADS, t, HEAD_DIM]):
+            raise ValueError(f"outputs are {y.size()}")
+        y = y.view(b, HEADS, t, HEAD_DIM).transpose(1, 2)
+        return self.out(y.reshape(b, t, HEADS * HEAD_DIM))
+
+
+class OwnWidthAttention(nn.Module):
+    """The width of a head is worked out from the queries' own width, as the first GPT does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, WIDTH)
+
+    def heads(self, x: Tensor) -> Tensor:
+        return x.view(*x.size()[:-1], HEADS, x.size(-1) // HEADS).permute(0, 2, 1, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (self.heads(z) for z in self.qkv(x).split(HEADS * HEAD_DIM, dim=2))
+        y = parts.eager(q, k, v).permute(0, 2, 1, 3).contiguous()
+        return self.out(y.view(*y.size()[:-2], y.size(-2) * y.size(-1)))
+
+
 class BiasedHead(Trained):
     """A head tied to the embedding that adds a bias, which has its first name elsewhere."""
 
@@ -141,5 +182,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "room": lambda: GPT(RoomAttention),
     "shared key": lambda: GPT(SharedKeyAttention),
     "relative": lambda: GPT(RelativeAttention),
+    "checked": lambda: GPT(CheckedAttention),
+    "own width": lambda: GPT(OwnWidthAttention),
     "biased head": BiasedHead,
 }

@@ -18,4 +18,4 @@ def test_two_ranks(run_distributed: WorkerPool, run_single: Any) -> None:
 
 @pytest.mark.timeout(300)
 def test_four_ranks(run_distributed: WorkerPool, run_single: Any) -> None:
-    check(run_distributed, run_single, [(name, FOUR, {}) for name in ("sinks", "room")], 4)
+    check(run_distributed, run_single, [(name, FOUR, {}) for name in ("sinks", "room", "checked", "own width")], 4)

@@ -169,8 +169,8 @@ class Counting(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (layer(x) for layer in (self.q, self.k, self.v))
-        size = q.shape[-1] // parts.HEADS  # half a head on two ranks
-        q, k, v = (t.view(*x.shape[:2], -1, size).transpose(1, 2) for t in (q, k, v))
+        q = q * (q.shape[-1] // parts.HEADS)  # half the width of a head on two ranks
+        q, k, v = (t.view(*x.shape[:2], -1, parts.HEAD_DIM).transpose(1, 2) for t in (q, k, v))
         y = parts.causal(q, k, v).transpose(1, 2)
         return self.out(y.reshape(*x.shape[:2], -1))
 
