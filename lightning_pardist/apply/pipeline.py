@@ -59,6 +59,8 @@ def install_stand_ins(model: ParallelModel) -> None:
         is_here = any(stage.index == owner for stage in cut.plan.stages_of(cut.rank))
         block.forward = _asking(cut, index, name, block.forward, is_here=is_here)
         block.register_forward_hook(_telling(cut, index))
+    for name in cut.plan.idle_blocks:
+        model.module.get_submodule(name).register_forward_pre_hook(_refusing(name))
 
 
 def _asking(
@@ -103,6 +105,20 @@ def _with_own_numbers(
     with torch.random.fork_rng(devices=_cuda_devices(args, kwargs)):
         torch.manual_seed(seed)
         return forward(*args, **kwargs)
+
+
+def _refusing(name: str) -> Callable[..., None]:
+    def hook(*_: Any) -> None:
+        raise RuntimeError(
+            message(
+                "A step must call the blocks that the described step called: the others belong to no stage.",
+                got=f"a call of {name}, which the described step did not call",
+                source="a step on this batch, against the step on the first batch (or sample_batch)",
+                change="give a sample_batch for which the step calls every block, or do not use pipeline parallelism",
+            )
+        )
+
+    return hook
 
 
 def _cuda_devices(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.device]:

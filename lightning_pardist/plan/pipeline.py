@@ -32,6 +32,7 @@ def plan_pipeline(given: PipelineInput) -> PipelinePlan:
         num_microbatches=microbatches,
         blocks=given.dataflow.blocks,
         stages=stages,
+        idle_blocks=tuple(block.name for block in given.profile.blocks() if not block.calls),
         shared_parameters=_shared(given, stages),
         foreign_buffers=_foreign_buffers(given, stages),
         draws_random=given.dataflow.draws_random,
@@ -204,6 +205,9 @@ def _notes(given: PipelineInput, stages: Sequence[StagePlan], microbatches: int,
     notes = []
     for name, ranks in _shared(given, stages):
         notes.append(f"{name} lives on pipeline ranks {', '.join(map(str, ranks))}: {_why(by_name[name])}")
+    idle = [block.name for block in given.profile.blocks() if not block.calls]
+    if idle:
+        notes.append(f"the step does not call {', '.join(idle[:3])}{' and others' if len(idle) > 3 else ''}")
     if len(notes) > 6:
         notes = [*notes[:5], f"and {len(notes) - 5} more parameters live on several ranks"]
     if microbatches < given.ranks:

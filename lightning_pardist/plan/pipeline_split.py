@@ -29,7 +29,7 @@ class BlockCosts:
 
 def block_costs(profile: ModelProfile) -> BlockCosts:
     """Returns what blocks and the code around them cost; numbers of elements, where a step has no matrix products."""
-    blocks = list(profile.blocks())
+    blocks = profile.called_blocks()
     flops = [_flops(block.cost) for block in blocks]
     if not any(flops):
         sizes = {p.name: p.numel for p in profile.parameters}

@@ -174,6 +174,10 @@ class ModelProfile:
         blocks = (block for stack in self.stacks for block in stack.blocks)
         yield from sorted(blocks, key=lambda block: called.get(block.name, len(called)))
 
+    def called_blocks(self) -> tuple[BlockProfile, ...]:
+        """Those of ``blocks()`` that the step called."""
+        return tuple(block for block in self.blocks() if block.calls)
+
     def _costs(self) -> Iterator[PhaseCost]:
         yield from (self.prefix, self.between, self.suffix)
         yield from (block.cost for block in self.blocks())

@@ -125,6 +125,8 @@ class PipelinePlan:
     """For a batch of the profiled size; a smaller one is cut into fewer parts."""
     blocks: tuple[str, ...]
     stages: tuple[StagePlan, ...]
+    idle_blocks: tuple[str, ...] = ()
+    """Blocks of a stack that the described step did not call; their parameters live on the first stage."""
     shared_parameters: tuple[tuple[str, tuple[int, ...]], ...] = ()
     """Parameters that several ranks hold, with those ranks: their gradients are summed."""
     foreign_buffers: tuple[tuple[str, int], ...] = ()

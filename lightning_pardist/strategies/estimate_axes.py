@@ -117,7 +117,7 @@ class ModelAxes:
         if d.profile.source != "fake_run" or d.entry != "training_step":
             reason = d.profile.fallback_reason or f"the batch is meant for {d.entry}"
             raise cannot_stage(d.module, reason, "mend the line that is named, or give a batch of the training data")
-        blocks = [block.name for block in d.profile.blocks()]
+        blocks = [block.name for block in d.profile.called_blocks()]
         flow = self._once(
             ("flow",), lambda: flow_or_reason(self._skeleton(precision), blocks, d.batch)
         )  # fmt: skip
@@ -187,7 +187,7 @@ class ModelAxes:
         )
 
     def _outputs(self, precision: PrecisionPlan, part: Any) -> Mapping[int, Outputs]:
-        blocks = [block.name for block in self.described.profile.blocks()]
+        blocks = [block.name for block in self.described.profile.called_blocks()]
         step = Step("training_step", part, (0,), is_transferred=False)
         key = ("outputs", precision.gather_dtype, batch_rows(part))
         return self._once(key, lambda: self._skeleton(precision).outputs(blocks, step))
@@ -239,7 +239,7 @@ class ModelAxes:
         """Returns what stages have in common that do the same."""
         if stage is None:
             return recompute.blocks
-        blocks = list(self.described.profile.blocks())
+        blocks = self.described.profile.called_blocks()
         own = blocks[stage.first : stage.stop]
         inside = tuple(f"{block.name}." for block in own)
         last = stage.stop == len(blocks)

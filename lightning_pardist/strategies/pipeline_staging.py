@@ -68,7 +68,7 @@ class Staging:
         with lightning_api.transfer_hooks_of_data_module(self._module):  # the copy keeps them
             sharded = self._meshes.sizes.data_parallel_shard > 1
             self._skeleton = new_skeleton(self._module, self._device, precision_plan(self._precision, sharded=sharded))
-        blocks = [block.name for block in profile.blocks()]
+        blocks = [block.name for block in profile.called_blocks()]
         found: Dataflow | str = ""
         if torch.distributed.get_rank() == 0:
             found = flow_or_reason(self._skeleton, blocks, self._precision.convert_input(sample.batch))

@@ -272,6 +272,21 @@ class ManyStates(Vectors, OneLoss):
         return torch.optim.Adam(self.parameters(), lr=1e-3, eps=1e-5)
 
 
+class IdleBlock(SteepGPT):
+    """A stack with blocks for images, which a step on text does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.idle: tuple[int, ...] = (2, 7)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        for index, block in enumerate(self.blocks):
+            if index not in self.idle:
+                x = block(x)
+        return self.head(self.ln_f(x))
+
+
 class DenseLayer(nn.Module):
     """Takes the list of all outputs so far, which goes on growing after the call."""
 
@@ -334,6 +349,7 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "convnet": ConvNet,
     "many_states": ManyStates,
     "dense": DenseNet,
+    "idle": IdleBlock,
     "weight_penalty": WeightPenalty,
     "shared_weights": SharedWeights,
     "unused": UnusedParameters,

@@ -52,7 +52,10 @@ GROUPS: dict[str, tuple[int, list[Case]]] = {
             ("many_states", {**TWO, "schedule": "interleaved_zero_bubble"}, CLIP),
         ],
     ),
-    "four stages of odd steps": (4, [("skip_gpt", FOUR, CLIP), ("many_states", FOUR, BOTH), ("dense", FOUR, CLIP)]),
+    "four stages of odd steps": (
+        4,
+        [("skip_gpt", FOUR, CLIP), ("idle", FOUR, CLIP), ("many_states", FOUR, BOTH), ("dense", FOUR, CLIP)],
+    ),
     "with sharded and replicated stages": (
         4,
         [

@@ -21,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.strategies.hybrid import HybridStrategy
 from tests.bad_input.common import check, four_parts
+from tests.pipeline.modules import IdleBlock
 from tests.strategies.common import FEATURES, Block, Tower, loader, make_trainer, weights
 
 TWO: dict[str, Any] = {"pipeline_parallel_size": 2}
@@ -287,6 +288,23 @@ def test_a_step_that_calls_blocks_otherwise_than_training_is_refused(run_distrib
     )
     for error in run_distributed.errors(validate_again, "twice, by a value", world_size=2):
         assert "was called twice in this step" in str(error)
+
+
+class Late(L.Callback):
+    """From the second batch on all blocks are called."""
+
+    def on_train_batch_start(self, trainer: L.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        pl_module.idle = () if batch_idx else pl_module.idle
+
+
+def call_late() -> None:
+    module = IdleBlock()
+    make_trainer(TWO, 2, callbacks=[Late()]).fit(module, DataLoader(module.dataset(24, seed=1), batch_size=8))
+
+
+def test_a_block_that_the_described_step_did_not_call_is_not_called_later(run_distributed: Any) -> None:
+    for error in run_distributed.errors(call_late, world_size=2):
+        assert "a call of blocks.2, which the described step did not call" in str(error)
 
 
 def fit_scaled() -> None:
