@@ -73,6 +73,7 @@ class FlowRecorder(TorchDispatchMode):
         self._roots: list[set[int]] = [set() for _ in range(len(blocks) + 1)]
         self._used: list[dict[str, None]] = [{} for _ in range(len(blocks) + 1)]
         self._written: dict[str, int] = {}
+        self._rewritten: dict[Value, None] = {}
         self._random = False
         self._inputs: list[tuple[int, Any]] = []
 
@@ -185,10 +186,15 @@ class FlowRecorder(TorchDispatchMode):
             name = self._buffers.get(storage_key(tensor))
             if name is not None:
                 self._written[name] = target
+            node = self._node_of(tensor)
+            if node is not None and node.kind == "value" and self._open is None:
+                self._rewritten.update(dict.fromkeys((node.block, leaf) for leaf in node.leaves))
             self._make(tensor, reads, parameters)
+        # A view of what no part of the step has made (a buffer, the batch) is nobody's.
+        given = {storage_key(tensor) for tensor in tensors_in((args, kwargs))}
         for tensor in tensors_in(out):
             key = storage_key(tensor)
-            if key not in self._current and key not in self._parameters:
+            if key not in given and key not in self._current and key not in self._parameters:
                 self._make(tensor, reads, parameters)
 
     def _is_own(self, node: int, block: int) -> bool:
@@ -233,6 +239,7 @@ class FlowRecorder(TorchDispatchMode):
             calls=tuple(self.calls),
             opaque=tuple(self.opaque.get(block) for block in range(count)),
             written_buffers=tuple(self._written.items()),
+            rewritten=tuple(sorted(self._rewritten)),
             draws_random=self._random,
         )
 

@@ -35,6 +35,7 @@ def plan_pipeline(given: PipelineInput) -> PipelinePlan:
         idle_blocks=tuple(block.name for block in given.profile.blocks() if not block.calls),
         shared_parameters=_shared(given, stages),
         foreign_buffers=_foreign_buffers(given, stages),
+        rewritten=given.dataflow.rewritten,
         draws_random=given.dataflow.draws_random,
         idle_share=round(simulation.idle_share, 6),
         alive=simulation.most_alive(per_rank),

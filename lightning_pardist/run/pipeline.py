@@ -103,6 +103,7 @@ class PipelineRunner:
             around=request.around,
             root_call=self._root_call(),
             device=self._device,
+            rewritten=frozenset(request.flow.rewritten),
         )
         schedule = self._schedule(len(request.micros), training=request.training)
         for program, stage in zip(self._programs, self._stages, strict=True):

@@ -63,6 +63,8 @@ class StepRun:
     root_call: Callable[[Callable[[], Any]], Any]
     """Runs a function between the hooks of the sharded root."""
     device: torch.device
+    rewritten: frozenset[Value] = frozenset()
+    """Outputs of blocks that code outside writes to; it must find memory, and what is sent stays as it was."""
     results: dict[int, Any] = field(default_factory=dict)
     """What the step returned, by micro-batch, on the last stage."""
     failures: list[Failure] = field(default_factory=list)
@@ -179,7 +181,8 @@ class _Listener:
                 value = given[item.passes]
             if value is None and item.same is not None:
                 value = found[item.same]
-            found[item.index] = _placeholder(item, self._run.device) if value is None else value
+            value = _placeholder(item, self._run.device) if value is None else value
+            found[item.index] = value.clone() if (block, item.index) in self._run.rewritten else value
             return found[item.index]
 
         return map_leaves(tensor_for, self._micro.outputs[block].structure)
@@ -205,7 +208,8 @@ class _Listener:
         tensors = tensors_of(output)
         for index, tensor in enumerate(tensors):
             if (block, index) in self._wanted:
-                self._values[block, index] = tensor
+                is_kept = (block, index) in self._run.rewritten and block != self._stage.stop - 1
+                self._values[block, index] = tensor.clone() if is_kept else tensor
         if block == self._stage.stop - 1 and not self._is_last:
             raise StageDone
 

@@ -74,6 +74,8 @@ class Dataflow:
     """By block: the kind of an output that is no tensor and no plain value, if there is one."""
     written_buffers: tuple[tuple[str, int], ...] = ()
     """Buffers that the step writes, with the block (or the next block, for code outside) that does."""
+    rewritten: tuple[Value, ...] = ()
+    """Outputs of blocks whose memory code outside of blocks writes to, after their blocks have returned them."""
     draws_random: bool = False
     """An operator of the step draws random numbers."""
 
@@ -131,6 +133,8 @@ class PipelinePlan:
     """Parameters that several ranks hold, with those ranks: their gradients are summed."""
     foreign_buffers: tuple[tuple[str, int], ...] = ()
     """Buffers that one rank alone keeps up to date, with that rank."""
+    rewritten: tuple[Value, ...] = ()
+    """Outputs of blocks that code outside of blocks writes to in a training step."""
     draws_random: bool = False
     idle_share: float = 0.0
     """Foretold share of a step in which ranks wait, all forwards taken as equal."""

@@ -207,6 +207,7 @@ class _Run:
             around=lambda _micro, _is_last: nullcontext(),
             root_call=on_shares,
             device=self._given.device,
+            rewritten=frozenset(cut.plan.rewritten),
         )
         received = [_received(outputs[block].leaves[leaf], self._given.device) for block, leaf in stage.receives]
         self._elsewhere += received

@@ -287,6 +287,49 @@ class IdleBlock(SteepGPT):
         return self.head(self.ln_f(x))
 
 
+class SharedTables(DeepGPT):
+    """Every block takes its part of one mask, a buffer, and of one table of positions, a plain attribute."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.attention, self.mlp = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor, mask: Tensor, table: Tensor) -> Tensor:
+            length = x.shape[1]
+            y = self.norm(x) * table[:length].unsqueeze(0)
+            x = x + mask[:length, :length].softmax(-1) @ self.attention(y)
+            return x + F.gelu(self.mlp(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([SharedTables.Block() for _ in range(4)])
+        self.register_buffer("mask", torch.full((2 * LENGTH, 2 * LENGTH), -1e4).triu(1))
+        self.table = 1 + 0.1 * numbers(2 * LENGTH, WIDTH, seed=3)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens)
+        for block in self.blocks:
+            x = block(x, self.mask, self.table)
+        return self.head(self.ln_f(x))
+
+
+class InPlace(SteepGPT):
+    """Writes into what blocks return: a value that is used right away, and one that skips to the head."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.wte(tokens) + self.wpe(torch.arange(tokens.shape[1], device=tokens.device))
+        skip = x
+        for index, block in enumerate(self.blocks):
+            x = block(x).mul_(0.9)
+            if index == 1:
+                skip = x
+                skip += 0.5
+                x = x * 1.5
+            x = F.dropout(x, 0.0, inplace=True)
+        return self.head(self.ln_f(x + skip))
+
+
 class DenseLayer(nn.Module):
     """Takes the list of all outputs so far, which goes on growing after the call."""
 
@@ -349,6 +392,8 @@ MODULES: dict[str, Callable[[], L.LightningModule]] = {
     "convnet": ConvNet,
     "many_states": ManyStates,
     "dense": DenseNet,
+    "tables": SharedTables,
+    "in_place": InPlace,
     "idle": IdleBlock,
     "weight_penalty": WeightPenalty,
     "shared_weights": SharedWeights,

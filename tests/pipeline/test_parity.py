@@ -42,6 +42,14 @@ GROUPS: dict[str, tuple[int, list[Case]]] = {
             for name in ("vit", "encoder", "convnet", "dense", "many_states", "seq2seq", "weight_penalty")
         ],
     ),
+    "shared tables and writes in place": (
+        2,
+        [
+            ("tables", TWO, CLIP),
+            ("in_place", TWO, CLIP),
+            ("in_place", {**TWO, "schedule": "interleaved_1f1b"}, BOTH),
+        ],
+    ),
     "tied, skipping and frozen": (
         2,
         [
