@@ -131,12 +131,12 @@ resnet18 resnet50 resnext50_32x4d seresnet18 densenet121 efficientnet_b0 mobilen
 mobilenetv4_conv_small mnasnet_100 regnetx_002 regnety_002 convnext_atto convnextv2_atto poolformer_s12 eca_nfnet_l0
 rexnet_100 res2net50_26w_4s hrnet_w18_small dla34 dpn68 cspresnet50 darknet53 edgenext_xx_small efficientvit_b0
 fastvit_t8 repvgg_a0 mobilevit_xxs mobileone_s0 ghostnet_050 convmixer_768_32 inception_next_tiny focalnet_tiny_srf
-vovnet39a lcnet_050 starnet_s1 resnest14d pvt_v2_b0
+vovnet39a lcnet_050 starnet_s1 resnest14d pvt_v2_b0 davit_tiny tiny_vit_5m_224
 """
 _OWN_SIZE = """
 swin_tiny_patch4_window7_224 swinv2_cr_tiny_224 xcit_nano_12_p16_224 coat_lite_mini levit_128s maxvit_rmlp_pico_rw_256
 coatnet_pico_rw_224 resmlp_12_224 gmlp_ti16_224 pit_ti_224 twins_pcpvt_small visformer_tiny volo_d1_224 hiera_tiny_224
-tiny_vit_5m_224 convit_tiny efficientformer_l1 tnt_s_patch16_224 sequencer2d_s davit_tiny
+convit_tiny tnt_s_patch16_224 sequencer2d_s mixer_s16_224
 """
 _VITS = """
 vit_tiny_patch16_224 deit_tiny_patch16_224 deit3_small_patch16_224 beit_base_patch16_224 vit_base_patch16_clip_224
@@ -147,19 +147,13 @@ TIMM: dict[str, dict[str, Any]] = {
     **{name: {"img_size": PIXELS} for name in _OWN_SIZE.split()},
     **{name: {"img_size": PIXELS, **_SMALL_VIT} for name in _VITS.split()},
     **{name: {"img_size": 56, **_SMALL_VIT} for name in ("vit_small_patch14_dinov2", "eva02_base_patch14_224")},
-    "mixer_b16_224": {"img_size": PIXELS, "embed_dim": 64, "num_blocks": 4},
+    "efficientformer_l1": {},
 }
 _TORCHVISION = """
 alexnet squeezenet1_1 resnet18 resnet50 wide_resnet50_2 resnext50_32x4d densenet121 googlenet mobilenet_v2
 mobilenet_v3_small mnasnet0_5 shufflenet_v2_x0_5 efficientnet_b0 regnet_y_400mf regnet_x_400mf convnext_tiny swin_t
-swin_v2_t
+swin_v2_t vit_b_16 maxvit_t
 """
-TORCHVISION: dict[str, dict[str, Any]] = {
-    **{name: {} for name in _TORCHVISION.split()},
-    "vit_b_16": {"image_size": PIXELS},
-    "maxvit_t": {"input_size": (PIXELS, PIXELS), "partition_size": 2},
-}
-"""Keyword arguments that make each small where its builder has such."""
 
 
 def _timm(name: str) -> nn.Module:
@@ -168,29 +162,33 @@ def _timm(name: str) -> nn.Module:
 
     options = {"num_classes": CLASSES, "drop_rate": 0.0, **TIMM[name]}
     net = timm.create_model(name, **options)
-    size = options.get("img_size", PIXELS)
-    return net if size == PIXELS else _Cropped(net, size)
+    size = 224 if name == "efficientformer_l1" else options.get("img_size", PIXELS)
+    return net if size == PIXELS else _Resized(net, size)
 
 
-class _Cropped(nn.Module):
-    """For patches that 64 pixels do not divide into."""
+class _Resized(nn.Module):
+    """For patches that 64 pixels do not divide into, and for networks of one size."""
 
     def __init__(self, net: nn.Module, size: int) -> None:
         super().__init__()
         self.net, self.size = net, size
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.net(images[..., : self.size, : self.size])
+        return self.net(F.interpolate(images, (self.size, self.size)))
 
 
 def _torchvision(name: str) -> nn.Module:
     torchvision = import_torchvision()
-    options = {"num_classes": CLASSES, **TORCHVISION[name]}
+    options: dict[str, Any] = {"num_classes": CLASSES}
     if name == "googlenet":
         options |= {"aux_logits": True, "init_weights": True}
     if name == "vit_b_16":
         return torchvision.models.VisionTransformer(
             image_size=PIXELS, patch_size=16, num_layers=4, num_heads=4, hidden_dim=64, mlp_dim=128, num_classes=CLASSES
+        )
+    if name == "maxvit_t":
+        return torchvision.models.MaxVit(
+            (PIXELS, PIXELS), 32, 2, [32, 64], [2, 2], 16, stochastic_depth_prob=0.0, num_classes=CLASSES
         )
     return getattr(torchvision.models, name)(**options)
 
@@ -263,7 +261,7 @@ def names() -> dict[str, list[str]]:
         found["transformers"] = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     places = [*sys.path, os.environ.get("ZOO_SITE", "")]  # looked for, not imported: the workers do that, and later
     if PathFinder.find_spec("torchvision", places):
-        found["torchvision"] = sorted(TORCHVISION)
+        found["torchvision"] = sorted(_TORCHVISION.split())
         if PathFinder.find_spec("timm", places):
             found["timm"] = sorted(TIMM)
     found["user"] = list(USER)

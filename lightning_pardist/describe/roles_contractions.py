@@ -86,7 +86,8 @@ def _functional_linear(state: State, event: Event) -> None:
     made = "n" if weight.dim() == 2 else ""
     operands = [(state.tag(x), batch + "k"), (state.tag(weight), made + "k")]
     dims = contract(state, operands, batch + made, event.out.shape)
-    state.put(event.out, _add_bias(state, bias, dims, event.out.shape), state.weights_of([x, weight]))
+    made_of = state.weights_of([x, weight, *tensors_in([bias])])
+    state.put(event.out, _add_bias(state, bias, dims, event.out.shape), made_of)
 
 
 @rule("matmul", "bmm", "mm", "mv")

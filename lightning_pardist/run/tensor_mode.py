@@ -29,7 +29,7 @@ from lightning_pardist.run.call_scopes import CallScopes
 from lightning_pardist.run.sequence import SequenceShards, SequenceState
 from lightning_pardist.run.tensor_ops import Alone, Group, rank_in, sum_over_ranks
 from lightning_pardist.run.vocabulary import Vocabulary, VocabularyShards, look_up
-from lightning_pardist.run.whole_sizes import WholeSizes, numbers_of_rank
+from lightning_pardist.run.whole_sizes import CONVOLUTIONS, WholeSizes, numbers_of_rank, own_groups
 from lightning_pardist.specs.tensor_plan import SequenceStack, TensorLayout, TensorPlan
 from lightning_pardist.specs.tensor_roles import TensorRole
 
@@ -188,6 +188,8 @@ class TensorMode(TorchFunctionMode):
                 return self._look_up(func, args, kwargs, use)
         elif name == "multi_head_attention_forward":
             return self._attention(func, args, kwargs)
+        elif name in CONVOLUTIONS:
+            args, kwargs = own_groups(args, kwargs)
         elif name in ("view", "reshape") and call is None:
             return self._followed(args[0], self._sequence.view(func, args, kwargs))
         elif call is None and name.startswith("dropout") and args and self._sequence.is_shard(args[0]):

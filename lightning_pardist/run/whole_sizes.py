@@ -15,6 +15,7 @@ from lightning_pardist.specs.tensor_plan import RegionShare
 from lightning_pardist.specs.tensor_roles import MetTensor, ShardCall, ShardedDim
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+CONVOLUTIONS = frozenset(["conv1d", "conv2d", "conv3d"])
 
 
 class WholeSizes:
@@ -210,6 +211,19 @@ class WholeSizes:
 
     def _indices(self, dim: ShardedDim, whole: int, device: torch.device) -> Tensor:
         return held_indices(dim, self._share(dim), self._rank, whole).to(device)
+
+
+def own_groups(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    """Returns the arguments of a convolution with as many groups as its weight has of these channels.
+
+    A depthwise convolution inside a region has a share of the channels, and code that gives the number of all.
+    """
+    given = dict(zip(("input", "weight", "bias", "stride", "padding", "dilation", "groups"), args)) | kwargs
+    x, weight = given["input"], given["weight"]
+    channels = x.shape[x.dim() - weight.dim() + 1]
+    if channels == weight.shape[1] * given.get("groups", 1):
+        return args, kwargs
+    return (), {**given, "groups": channels // weight.shape[1]}
 
 
 class ShareSizes(tuple[int, ...]):

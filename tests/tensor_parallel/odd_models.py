@@ -161,6 +161,37 @@ class OwnWidthAttention(nn.Module):
         return self.out(y.view(*y.size()[:-2], y.size(-2) * y.size(-1)))
 
 
+class CoordinateAttention(nn.Module):
+    """A bias per head that a small network makes of coordinates, as Swin V2 has it, and a scale per head."""
+
+    def __init__(self, inner: int = 16) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.bias = nn.Sequential(nn.Linear(2, inner), nn.ReLU(), nn.Linear(inner, HEADS, bias=False))
+        self.scale = nn.Parameter(torch.linspace(0.5, 2, HEADS).log())
+        self.register_buffer("places", torch.cartesian_prod(*[torch.linspace(-1, 1, LENGTH)] * 2), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, HEADS, HEAD_DIM).permute(2, 0, 3, 1, 4).unbind(0)
+        scores = q @ k.transpose(-2, -1) * self.scale.reshape(1, HEADS, 1, 1).clamp(max=4.0).exp()
+        bias = self.bias(self.places).transpose(1, 0).reshape(HEADS, LENGTH, LENGTH)
+        y = (scores + bias.unsqueeze(0)).softmax(-1) @ v
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
+class DepthwiseMLP(nn.Module):
+    """A convolution within each feature between the two layers, as in PVT V2 and EfficientViT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.mix = nn.Conv1d(4 * WIDTH, 4 * WIDTH, 3, padding=1, groups=4 * WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.mix(self.up(x).transpose(1, 2)).transpose(1, 2)))
+
+
 class BiasedHead(Trained):
     """A head tied to the embedding that adds a bias, which has its first name elsewhere."""
 
@@ -184,5 +215,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "relative": lambda: GPT(RelativeAttention),
     "checked": lambda: GPT(CheckedAttention),
     "own width": lambda: GPT(OwnWidthAttention),
+    "coordinates": lambda: GPT(CoordinateAttention),
+    "depthwise": lambda: GPT(parts.GroupedAttention, DepthwiseMLP),
     "biased head": BiasedHead,
 }
