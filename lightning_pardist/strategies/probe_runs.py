@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -83,7 +84,8 @@ def try_on_shares(
         reference = _copied(top, device)
         watched = _between_regions(reference, plan)
         try:
-            want, made = _reference(reference, probe, device, watched)
+            with _attributes_kept(reference):  # a bias of all heads that it caches is not a share's
+                want, made = _reference(reference, probe, device, watched)
         except Exception as error:  # the inputs are made up, so the module may refuse them
             return Verdict(skipped=first_line(error))
         rank = int(meshes.tensor.get_local_rank())
@@ -92,7 +94,8 @@ def try_on_shares(
         del reference
         share = partial(_share_of, probe=probe, plan=plan, rank=rank)
         want.outputs = {index: share(index, out) for index, out in want.outputs.items()}
-        dry = _run_on_shares(model, made, share, (), dry=True)
+        with _attributes_kept(model.module):
+            dry = _run_on_shares(model, made, share, (), dry=True)
         # A rank with other sizes may fail alone: nobody may wait for it in a collective.
         if any(gather_objects(isinstance(dry, str), meshes)):
             return Verdict(problem=dry if isinstance(dry, str) else "")
@@ -106,7 +109,8 @@ def try_on_shares(
 
 def _copied(top: nn.Module, device: torch.device) -> nn.Module:
     """Returns a copy with random weights, equal on all ranks."""
-    made = copy.deepcopy(top).eval()
+    made = copy.deepcopy(top)
+    made.eval()  # returns nothing where a module has a train() of its own that does not
     for child in made.modules():
         for key, parameter in child.named_parameters(recurse=False):
             fan_in = math.prod(parameter.shape[1:]) if parameter.dim() > 1 else 0
@@ -119,6 +123,22 @@ def _copied(top: nn.Module, device: torch.device) -> nn.Module:
                 value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
                 setattr(child, key, value.to(device))
     return made
+
+
+@contextmanager
+def _attributes_kept(top: nn.Module) -> Iterator[None]:
+    """Undoes what a run changes in the plain attributes of modules, caches among them."""
+    modules = list(top.modules())
+    before = [
+        {key: copy.copy(value) if type(value) in (dict, list, set) else value for key, value in vars(module).items()}
+        for module in modules
+    ]
+    yield
+    own = set(vars(nn.Module()))
+    for module, kept in zip(modules, before, strict=True):
+        for key in vars(module).keys() - kept.keys():
+            delattr(module, key)
+        vars(module).update({key: value for key, value in kept.items() if key not in own})
 
 
 def _between_regions(module: nn.Module, plan: TensorPlan) -> tuple[str, ...]:

@@ -180,6 +180,39 @@ class CoordinateAttention(nn.Module):
         return self.out(y.transpose(1, 2).reshape(b, t, -1))
 
 
+class CachingAttention(nn.Module):
+    """Keeps a bias of all heads while it is evaluated, and its last state; its ``train`` returns nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * HEADS * HEAD_DIM), nn.Linear(HEADS * HEAD_DIM, WIDTH)
+        self.biases = nn.Parameter(torch.randn(HEADS, LENGTH))
+        apart = torch.arange(LENGTH)
+        self.register_buffer("apart", (apart[:, None] - apart).abs(), persistent=False)
+        self.cache: dict[str, Tensor] = {}
+        self.last: Tensor | None = None
+
+    def train(self, mode: bool = True) -> None:  # type: ignore[override]
+        super().train(mode)
+        self.cache = {}
+
+    def bias(self) -> Tensor:
+        if self.training:
+            return self.biases[:, self.apart]
+        if "bias" not in self.cache:
+            self.cache["bias"] = self.biases[:, self.apart]
+        return self.cache["bias"]
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, _ = x.shape
+        q, k, v = self.qkv(x).view(b, t, HEADS, 3 * HEAD_DIM).transpose(1, 2).chunk(3, dim=-1)
+        y = (q @ k.transpose(-2, -1) / HEAD_DIM**0.5 + self.bias()).softmax(-1) @ v
+        if self.last is not None and self.last.shape == y.shape and not self.training:
+            y = y + 0 * self.last
+        self.last = y
+        return self.out(y.transpose(1, 2).reshape(b, t, -1))
+
+
 class DepthwiseMLP(nn.Module):
     """A convolution within each feature between the two layers, as in PVT V2 and EfficientViT."""
 
@@ -216,6 +249,7 @@ MODELS: dict[str, Callable[[], Any]] = {
     "checked": lambda: GPT(CheckedAttention),
     "own width": lambda: GPT(OwnWidthAttention),
     "coordinates": lambda: GPT(CoordinateAttention),
+    "caching": lambda: GPT(CachingAttention),
     "depthwise": lambda: GPT(parts.GroupedAttention, DepthwiseMLP),
     "biased head": BiasedHead,
 }
