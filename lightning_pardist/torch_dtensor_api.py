@@ -128,6 +128,32 @@ def whole_tensor(tensor: Tensor) -> Tensor:
     return unit.gather(local, mesh.get_group(axis))
 
 
+def compare_by_value() -> None:
+    """Lets ``torch.equal`` compare tensors of all layouts, and with plain ones; torch's rule wants two of one layout.
+
+    Lightning's callbacks that unfreeze layers look by value for parameters that an optimizer holds already.
+    """
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten.equal.default] = _equal
+
+
+def _equal(op_call: object, args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+    one, other = args
+    assert isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    if one.shape != other.shape:
+        return False
+    if not (isinstance(one, DTensor) and isinstance(other, DTensor) and _layout(one) == _layout(other)):
+        return torch.equal(whole_tensor(one), whole_tensor(other))
+    same = torch.equal(local_tensor(one), local_tensor(other))
+    flag = torch.tensor(int(same), device=local_tensor(one).device)
+    for axis in range(one.device_mesh.ndim):
+        dist.all_reduce(flag, dist.ReduceOp.MIN, group=one.device_mesh.get_group(axis))
+    return bool(flag)
+
+
+def _layout(tensor: DTensor) -> tuple[object, object]:
+    return tensor.device_mesh, tensor.placements
+
+
 def held_rows(tensor: Tensor, unit: UnitShard) -> tuple[int, int]:
     """Returns which part of this rank's units fully_shard has left to it: begin and end along the unit's dim."""
     assert isinstance(tensor, DTensor)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from lightning_pardist.parallel_model import HeldShard, ParallelModel
 from lightning_pardist.specs.tensor_plan import TensorLayout
-from lightning_pardist.torch_dtensor_api import UnitShard, local_tensor, placed
+from lightning_pardist.torch_dtensor_api import UnitShard, compare_by_value, local_tensor, placed
 
 
 class TensorCutter:
@@ -22,6 +22,7 @@ class TensorCutter:
     def __init__(self, model: ParallelModel) -> None:
         plan = model.plan
         assert plan.tensor is not None and model.meshes is not None
+        compare_by_value()
         self._model = model
         self._mesh = model.meshes.tensor
         self._rank = int(self._mesh.get_local_rank())

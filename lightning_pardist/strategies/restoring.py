@@ -111,9 +111,12 @@ class Restorer:
         for callback in lightning_api.callbacks(trainer):
             if isinstance(callback, BaseFinetuning):
                 callback.on_fit_start(trainer, self._run.live())
-        trainable = set(resumed.ours.get("trainable", ()))
+        trainable = resumed.ours.get("trainable")
+        # A file of plain Lightning does not say: what optimizers hold trains, and the callback has frozen the rest.
+        held = {id(p) for o in trainer.optimizers for group in o.param_groups for p in group["params"]}
         for name, parameter in self._run.live().named_parameters():
-            parameter.requires_grad_(name in trainable)
+            if trainable is not None or id(parameter) in held:
+                parameter.requires_grad_(trainable is None or name in trainable)
         self._load(resumed.report.path, "all")
 
     def continued(self, loader: Any, *, rank: int, step: int) -> Any:

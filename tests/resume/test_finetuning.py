@@ -33,7 +33,7 @@ class Tuned(Tower):
 
 
 def tune(
-    layout: dict[str, Any], world_size: int, folder: str, resume: str | None, dropout: bool
+    layout: dict[str, Any] | None, world_size: int, folder: str, resume: str | None, dropout: bool
 ) -> tuple[list[float], dict[str, Tensor], list[Any], list[str]]:
     """Four epochs, the backbone trains from the third on; a checkpoint after each."""
     seed_everything(7 if resume is None else 8, verbose=False)
@@ -45,10 +45,43 @@ def tune(
     if resume is None:
         callbacks.append(ModelCheckpoint(folder, "{epoch}", save_top_k=-1))
     trainer = make_trainer(layout, world_size, max_epochs=4, callbacks=callbacks, enable_checkpointing=resume is None)
+    sizes = layout or {}
+    copies = sizes.get("pipeline_parallel_size", 1) * sizes.get("tensor_parallel_size", 1)
     with logged() as lines:
-        trainer.fit(module, DataLoader(numbered(32), 16 // world_size), ckpt_path=resume)
+        trainer.fit(module, DataLoader(numbered(32), 16 * copies // world_size), ckpt_path=resume)
     groups = [(len(group["params"]), group["lr"]) for group in trainer.optimizers[0].param_groups]
     return losses.values, weights(module), groups, lines
+
+
+TWO = {"pipeline_parallel_size": 2, "tensor_parallel_size": 2}
+MODEL_PARALLEL = {
+    "tensor": (2, {"tensor_parallel_size": 2}),
+    "pipeline": (2, {"pipeline_parallel_size": 2}),
+    "both": (4, TWO),
+}
+
+
+@pytest.mark.parametrize("target", MODEL_PARALLEL)
+def test_tensor_and_pipeline_layouts(run_distributed: Any, run_single: Any, tmp_path: Path, target: str) -> None:
+    """Unfrozen in the run, and resumed before and after, from checkpoints of the layout and of plain Lightning."""
+    plain, own = str(tmp_path / "plain"), str(tmp_path / "own")
+    whole, final, groups, _ = run_single(tune, None, 1, plain, None, False)
+    world_size, layout = MODEL_PARALLEL[target]
+
+    def check(skipped: int, folder: str, resume: str | None) -> None:
+        for losses, ours, counts, _ in run_distributed(
+            tune, layout, world_size, folder, resume, False, world_size=world_size
+        ):
+            assert losses == pytest.approx(whole[skipped:], rel=1e-5)
+            assert [count for count, _ in counts] == [count for count, _ in groups]
+            held = {name: value for name, value in ours.items() if not value.isnan().all()}
+            assert len(held) > 4
+            assert_same_weights(held, {name: final[name] for name in held})
+
+    check(0, own, None)
+    for source in (own, plain):
+        for epoch in (0, 2):
+            check(2 * (epoch + 1), "", f"{source}/epoch={epoch}.ckpt")
 
 
 @pytest.mark.parametrize("epoch", [0, 1, 2])

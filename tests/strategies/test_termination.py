@@ -28,13 +28,16 @@ class Terminated(Tower):
 def terminate(layout: dict[str, Any], world_size: int, rank: int) -> Any:
     trainer = make_trainer(layout, world_size)
     try:
-        trainer.fit(Terminated(rank), loader(96, 16 // world_size))
+        copies = layout.get("pipeline_parallel_size", 1) * layout.get("tensor_parallel_size", 1)
+        trainer.fit(Terminated(rank), loader(96, 16 * copies // world_size))
     except SIGTERMException:
         return "stopped", trainer.global_step
     return "went on", trainer.global_step
 
 
 def test_a_signal_to_any_rank_stops_all_ranks_at_one_step(run_distributed: Any) -> None:
-    for layout, world_size, rank in [(LAYOUTS["ddp"], 2, 1), (LAYOUTS["fsdp"], 2, 0), (HYBRID, 4, 3)]:
+    tensor, pipeline = {"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}
+    cases = [(LAYOUTS["ddp"], 2, 1), (LAYOUTS["fsdp"], 2, 0), (tensor, 2, 1), (pipeline, 2, 1), (HYBRID, 4, 3)]
+    for layout, world_size, rank in [*cases, ({**tensor, **pipeline}, 4, 3)]:
         results = run_distributed(terminate, layout, world_size, rank, world_size=world_size)
         assert results == [("stopped", 3)] * world_size
