@@ -55,7 +55,7 @@ class Dealing:
             lightning_api.seed_workers_by(dataloader, rank)
         if trainer.training and loaders is not None:
             keep_order(dataloader, loaders)
-            dataloader = self._restorer.continued(dataloader, rank=rank, step=trainer.global_step)
+            dataloader = self._restorer.continued(dataloader, trainer, rank=rank)
         if meshes is None:
             return dataloader
         if not trainer.training and self._is_dealt:

@@ -248,6 +248,16 @@ class TrainLoaders:
                 self._sequential.append(loader.dataset)
 
 
+def is_sequential(loader: CombinedLoader) -> bool:
+    """Returns whether batches come from one loader after the other, not from all at once."""
+    return loader._mode == "sequential"
+
+
+def prepare_training_data_again(trainer: Trainer) -> None:
+    """Has the fit loop prepare its loaders when it starts, if something had it do so before."""
+    trainer.fit_loop._combined_loader = None
+
+
 @contextmanager
 def transfer_hooks_of_data_module(module: LightningModule) -> Iterator[None]:
     """Lets the module answer with its data module's transfer hooks, where Lightning would call those instead."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -42,6 +42,7 @@ from lightning_pardist.strategies.pipeline_logs import (
     to_host,
 )
 from lightning_pardist.strategies.schedules import custom_orders
+from lightning_pardist.strategies.step_effects import StepEffects
 from lightning_pardist.strategies.timeline import write_timeline
 from lightning_pardist.strategies.user_step import UserStep
 
@@ -104,6 +105,8 @@ class Pipelining:
         self.gradients = KeptGradients(model, self._runner, keeps_apart=keeps_apart)
         """Of the last training step."""
         self._metrics = MetricStates(module)
+        self._effects = StepEffects(module)
+        self._warned_of_names = False
         self._is_loss_rank = self._cut.rank == self._cut.plan.loss_rank
         self._wants_timeline = options.timeline is not None
         self._steps = 0
@@ -171,6 +174,22 @@ class Pipelining:
             self.log_here(done.logs, device)
         return done.output
 
+    def compare_names(self, names: Collection[str]) -> None:
+        """Warns once of values that hooks log on some stages only, where each looked at its own parameters."""
+        if self._warned_of_names:
+            return
+        found = [frozenset(part) for part in pipeline_gather(sorted(names), self._model)]
+        apart = sorted(frozenset().union(*found) - frozenset.intersection(*found))
+        if not apart:
+            return
+        self._warned_of_names = True
+        if torch.distributed.get_rank() == 0:
+            log.warning(
+                "%s and %d other value(s) are logged on some stages of the pipeline only. Outside of steps a stage has "
+                "the weights and gradients of its own blocks: sums over them, as of grad_norm(), are its own too",
+                apart[0].split(".", 1)[-1], len(apart) - 1,
+            )  # fmt: skip
+
     def sync_metrics(self) -> None:
         """Gives the last stage's metrics to the other stages; called before anybody computes them."""
         if not self._metrics.has_any:
@@ -188,6 +207,7 @@ class Pipelining:
             return StepDone(None, [], [Failure(0, 0, _PREPARING, error)], [])
         logs = MicroLogs(self._module)
         around = self._around(step, prepared.parts, logs)
+        self._effects.start()
         run = self._runner.run(StepRequest(prepared.micros, prepared.flow, training, around))
         return self._share(run, logs, prepared, device)
 
@@ -222,7 +242,7 @@ class Pipelining:
                 logs.note(micro, parts[micro], name, value, arguments)
 
             logging = self._logs.handing_over(sink) if is_last else self._logs.silent()
-            with logging, step.context():
+            with logging, step.context(), self._effects.around(is_last=is_last):
                 yield
 
         return around
@@ -235,13 +255,15 @@ class Pipelining:
         if self._is_loss_rank and not run.failures:
             try:
                 output = self._merged(run, sizes, weights)
-                payload = pickle.dumps((to_host(output), logs.joined()))
+                payload = pickle.dumps((to_host(output), logs.joined(), self._effects.joined(sizes, weights)))
             except Exception as error:  # in the user's reduce_fx, or an output that cannot be sent
                 run.fail(len(self._cut.plan.stages) - 1, len(sizes) - 1, "joining what micro-batches returned", error)
         payload = pipeline_broadcast(payload, self._model)
         if payload is None:
             return StepDone(None, [], run.failures, sizes)
-        theirs, joined = pickle.loads(payload)
+        theirs, joined, effects = pickle.loads(payload)
+        if not self._is_loss_rank:
+            self._effects.take(effects, device)
         output = output if self._is_loss_rank else to_device(theirs, device)
         return StepDone(output, joined, run.failures, sizes)
 

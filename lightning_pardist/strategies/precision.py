@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -31,6 +32,7 @@ from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.clip import clip_by_norm, clip_by_value
 from lightning_pardist.run.shard_step import ShardStep
+from lightning_pardist.run.whole_scalars import WholeScalars
 from lightning_pardist.specs.parallel_plan import PrecisionPlan
 
 if TYPE_CHECKING:
@@ -57,7 +59,8 @@ class _MeshPrecision(Precision):
 
             def before_update() -> Any:
                 # The step, hooks and clipping see DTensors; the optimizer reads its groups after its closure.
-                result = self._wrap_closure(model, optimizer, closure)
+                with nullcontext() if self.meshes() is None else WholeScalars():
+                    result = self._wrap_closure(model, optimizer, closure)
                 shards.show()
                 return result
 

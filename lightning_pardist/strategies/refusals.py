@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal, get_args
 
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
+from lightning.pytorch.callbacks import ModelPruning, StochasticWeightAveraging, WeightAveraging
 
 from lightning_pardist.base.errors import message
 from lightning_pardist.specs.config import AxisSizes, ParallelConfig
@@ -81,10 +81,10 @@ def check_pipeline(config: ParallelConfig, options: PipelineOptions | None) -> P
 
 
 def refuse_averages_of_parts(trainer: Trainer, sizes: AxisSizes) -> None:
-    """Refuses Lightning's averages of weights where a rank holds a part of the model only.
+    """Refuses Lightning's averages of weights, and pruning, where a rank holds a part of the model only.
 
-    They copy the whole module before it is spread and then add up live weights and copies one by one, which are shards,
-    or another stage's, by then.
+    Averages copy the whole module before it is spread and then add up live weights and copies one by one, which are
+    shards, or another stage's, by then. Pruning puts masks of whole parameters beside them.
 
     Raises:
         ValueError: names the callback and the axes.
@@ -96,15 +96,15 @@ def refuse_averages_of_parts(trainer: Trainer, sizes: AxisSizes) -> None:
         return
     raise ValueError(
         message(
-            "Lightning's callbacks that average weights need the whole model on every rank.",
+            "Lightning's callbacks that average or prune weights need the whole model on every rank.",
             got=f"{type(averaging[0]).__name__}, {', '.join(f'{axis}={size}' for axis, size in cut.items())}",
             source="Trainer(callbacks=...), and the strategy's sizes",
-            change="use zero_stage=0 (whole copies), leave the callback out, or average saved checkpoints afterwards",
+            change="use zero_stage=0 (whole copies), leave the callback out, or work on saved checkpoints afterwards",
         )
     )
 
 
-_AVERAGING = (WeightAveraging, StochasticWeightAveraging)
+_AVERAGING = (WeightAveraging, StochasticWeightAveraging, ModelPruning)
 
 
 def refuse_under_pipeline(module: LightningModule, sizes: AxisSizes, config: ParallelConfig) -> None:

@@ -75,6 +75,7 @@ class Restorer:
         ours = content.pop(OURS, {})
         if fitting:
             self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
+            lightning_api.prepare_training_data_again(self._run.trainer())
             if "loops" in content:
                 position.count_running_epoch(content["loops"])
                 self._resumed.in_epoch = position.in_epoch(content["loops"])
@@ -119,15 +120,16 @@ class Restorer:
                 parameter.requires_grad_(trainable is None or name in trainable)
         self._load(resumed.report.path, "all")
 
-    def continued(self, loader: Any, *, rank: int, step: int) -> Any:
+    def continued(self, loader: Any, trainer: Trainer, *, rank: int) -> Any:
         """Returns a training loader that goes on where the checkpoint was.
 
-        Before an epoch starts from its beginning the generators are set back: drawing its order is part of it.
+        Before an epoch starts from its beginning the generators are set back: drawing its order is part of it. A module
+        that asks for ``trainer.estimated_stepping_batches`` in ``configure_optimizers`` has loaders prepared before the
+        run is attached and a checkpoint loaded; ``load`` has them prepared again.
         """
-        trainer = self._run.trainer()
         if hasattr(loader, "state_dict") and sized_len(loader) is None:
             loader = position.ReadAhead(loader, lambda: lightning_api.batches_read_ahead(trainer))
-        resumed = self._resumed
+        resumed, step = self._resumed, trainer.global_step
         if resumed is None:
             return loader
         # Lightning tells it later, when a loader with workers has begun to read, and one with a state has skipped.

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pardist.describe import sample_from_loader
-from lightning_pardist.strategies.lightning_api import TrainLoaders, evaluation_source
+from lightning_pardist.strategies.lightning_api import TrainLoaders, evaluation_source, is_sequential
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,8 @@ def _from_loaders(loaders: Any) -> Any:
     """Mirrors the structure of Lightning's combined loaders: a batch has the shape of the loaders' container."""
     if loaders is None:
         return None
+    if isinstance(loaders, CombinedLoader):
+        return _from_loaders(loaders.flattened[:1][0] if is_sequential(loaders) else loaders.iterables)
     if isinstance(loaders, dict):
         parts = {key: _from_loaders(loader) for key, loader in loaders.items()}
         return None if any(part is None for part in parts.values()) else parts

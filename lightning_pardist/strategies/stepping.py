@@ -10,6 +10,7 @@ from lightning.pytorch.strategies import Strategy
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.step import StepRunner
+from lightning_pardist.strategies import lightning_api
 from lightning_pardist.strategies.diagnosis import Diagnosis
 from lightning_pardist.strategies.metrics import StepLogs, sync_epoch_metrics
 from lightning_pardist.strategies.pipelining import Pipelining
@@ -36,4 +37,5 @@ class Stepping:
         assert self.meshes is not None
         if self.pipelining is not None:
             self.pipelining.sync_metrics()
+            self.pipelining.compare_names(lightning_api.result_metrics(self.module.trainer))
         sync_epoch_metrics(self.module.trainer, self.meshes, self.strategy.root_device)

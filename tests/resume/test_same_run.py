@@ -118,14 +118,26 @@ class KeepFirst(ModelCheckpoint):
             self.saved = True
 
 
-def interrupted(layout: dict[str, Any], world_size: int, folder: str, when: str, stateful: bool) -> Any:
+class Counting(Dropping):
+    """Asks for the number of steps before the run has begun, so that Lightning prepares the data early."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        steps = int(self.trainer.estimated_stepping_batches)
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def interrupted(
+    layout: dict[str, Any], world_size: int, folder: str, when: str, stateful: bool, counting: bool = False
+) -> Any:
     """The whole run, and what comes of its checkpoint."""
 
     def run(resume: bool) -> Any:
         seed_everything(11, verbose=False)
         if resume:  # the order that Lightning deals follows that seed, everything else the checkpoint
             torch.manual_seed(12)
-        module, losses = Dropping(), Losses()
+        module, losses = Counting() if counting else Dropping(), Losses()
         kind = StatefulDataLoader if stateful else DataLoader
         triggers: dict[str, Any] = {
             "at the end of the epoch": {"save_on_train_epoch_end": True},
@@ -168,6 +180,15 @@ def test_random_numbers_go_on(run_distributed: Any, tmp_path: Path, when: str, s
             assert len(again) == (4 if when == "amid the epoch" else 6)
             assert all(torch.equal(last[key], value) for key, value in final.items()), name
             assert not lines, lines
+
+
+@pytest.mark.parametrize("when", ["amid the epoch", "at the end of the epoch"])
+def test_a_run_that_prepares_its_data_early_goes_on(run_distributed: Any, tmp_path: Path, when: str) -> None:
+    results = run_distributed(interrupted, LAYOUTS["fsdp"], 2, str(tmp_path), when, True, True, world_size=2)
+    for (losses, final, _), (again, last, lines) in results:
+        assert again == losses[len(losses) - len(again) :]
+        assert all(torch.equal(last[key], value) for key, value in final.items())
+        assert not lines, lines
 
 
 def in_parts(folder: str, stops: tuple[int, ...]) -> Any:

@@ -1,0 +1,30 @@
+"""Lets code of hooks make a plain tensor out of numbers that are DTensors.
+
+Lightning's ``grad_norm`` collects ``p.grad.norm()`` of all parameters with ``torch.tensor(list(...))``, which reads the
+memory of each element and has no idea of DTensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode
+
+from lightning_pardist.base.nested import map_leaves
+from lightning_pardist.torch_dtensor_api import whole_tensor
+
+
+class WholeScalars(TorchFunctionMode):
+    """Active around hooks, on every rank of a mesh: making a number whole is a collective."""
+
+    def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):
+            args = (map_leaves(_whole, args[0]), *args[1:])
+        return func(*args, **(kwargs or {}))
+
+
+def _whole(item: Any) -> Any:
+    return whole_tensor(item) if isinstance(item, DTensor) else item
