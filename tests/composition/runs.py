@@ -50,10 +50,9 @@ def trainer_for(layout: Layout | None, **options: Any) -> L.Trainer:
         logger=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        num_sanity_val_steps=1,
         log_every_n_steps=1,
         gradient_clip_val=0.5,
-        **{"max_epochs": 1, "accumulate_grad_batches": 2, **options},
+        **{"num_sanity_val_steps": 1, "max_epochs": 1, "accumulate_grad_batches": 2, **options},
     )
 
 
@@ -82,7 +81,8 @@ def resumed(layout: Layout | None, path: str, max_epochs: int = 2) -> Record:
     """Goes on from a checkpoint with a module of other weights."""
     torch.manual_seed(99)
     recorder = Recorder()
-    trainer = trainer_for(layout, callbacks=[recorder], max_epochs=max_epochs, enable_checkpointing=False)
+    options: dict[str, Any] = {"enable_checkpointing": False, "num_sanity_val_steps": 0}  # ``story`` has them
+    trainer = trainer_for(layout, callbacks=[recorder], max_epochs=max_epochs, **options)
     trainer.fit(Headline(), loader(TRAIN_ROWS, 5, layout), loader(EVALUATED_ROWS, 7, layout), ckpt_path=path)
     return recorder.record
 

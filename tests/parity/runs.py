@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 from torch.utils.data import DataLoader
 
 from lightning_pardist import whole_tensor
+from lightning_pardist.torch_dtensor_api import local_tensor
 from tests.support.modules import MODULES, TRAIN_ROWS, VALID_ROWS
 
 GLOBAL_BATCH = 8
@@ -87,7 +90,7 @@ class Recorder(L.Callback):
 
         While it updates it may have shards in their place; inside a manual step the module shows whole copies.
         """
-        return {name: whole(p.grad) for name, p in self._owned[id(optimizer)].items() if p.grad is not None}
+        return all_whole({name: p.grad for name, p in self._owned[id(optimizer)].items() if p.grad is not None})
 
     def _note(self, trainer: L.Trainer) -> None:
         self.record.metrics.append({name: float(value) for name, value in trainer.callback_metrics.items()})
@@ -97,9 +100,52 @@ def whole(tensor: Tensor) -> Tensor:
     return whole_tensor(tensor.detach()).clone()
 
 
+def all_whole(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same for many: plain shards in one exchange, for eight processes on two cores wait long for each."""
+    found: dict[str, Tensor] = {}
+    together: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        shards = [i for i, p in enumerate(getattr(tensor, "placements", ())) if type(p) is Shard]
+        others = [p for p in getattr(tensor, "placements", ()) if type(p) is not Shard]
+        if len(shards) == 1 and all(p.is_replicate() for p in others):
+            assert isinstance(tensor, DTensor)
+            together.setdefault((tensor.device_mesh, shards[0], tensor.dtype), []).append(name)
+        else:
+            found[name] = whole(tensor)
+    for (mesh, axis, _), names in together.items():
+        found |= _gathered({name: tensors[name] for name in names}, axis, mesh.get_group(axis))
+    return {name: found[name] for name in tensors}
+
+
+def _gathered(tensors: Mapping[str, Tensor], axis: int, group: dist.ProcessGroup) -> dict[str, Tensor]:
+    """Of shards along one mesh axis, in chunks as torch cuts them."""
+    size = dist.get_world_size(group)
+    shapes: dict[str, list[list[int]]] = {}
+    dims: dict[str, int] = {}
+    for name, tensor in tensors.items():
+        dim = dims[name] = tensor.placements[axis].dim  # type: ignore[attr-defined]
+        chunk, shapes[name] = -(-tensor.shape[dim] // size), []
+        for rank in range(size):
+            shape = list(tensor.shape)
+            shape[dim] = max(0, min(chunk, tensor.shape[dim] - rank * chunk))
+            shapes[name].append(shape)
+    longest = max(sum(math.prod(shapes[name][rank]) for name in tensors) for rank in range(size))
+    flat = torch.cat([local_tensor(tensor.detach()).reshape(-1) for tensor in tensors.values()])
+    parts = [flat.new_empty(longest) for _ in range(size)]
+    dist.all_gather(parts, torch.cat([flat, flat.new_zeros(longest - flat.numel())]), group=group)
+    pieces = [
+        part[: sum(math.prod(shapes[n][rank]) for n in tensors)].split([math.prod(shapes[n][rank]) for n in tensors])
+        for rank, part in enumerate(parts)
+    ]
+    return {
+        name: torch.cat([pieces[rank][i].view(shapes[name][rank]) for rank in range(size)], dims[name])
+        for i, name in enumerate(tensors)
+    }
+
+
 def state(module: nn.Module) -> dict[str, Tensor]:
     """Parameters and buffers, metrics' own states left out."""
-    return {name: whole(value) for name, value in module.state_dict().items()}
+    return all_whole(module.state_dict())
 
 
 def train(name: str, strategy: str | Strategy, options: dict[str, Any], nodes: int = 1) -> Record:
