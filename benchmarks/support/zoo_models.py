@@ -247,7 +247,8 @@ _TENSOR = ("fused split", "fused unflatten", "interleaved", "grouped fused", "la
            "tower", "vit")  # fmt: skip
 _PLAIN = """
 gpt recomputed_gpt skip_gpt vit encoder llama seq2seq convnet groupnorm recurrent autoencoder weight_penalty
-unused_parameters shared_weights bare_parameters scalar_parameters many_states routed_experts chooser
+unused_parameters shared_weights bare_parameters scalar_parameters many_states routed_experts chooser dense tables
+in_place idle
 """
 USER = (*(f"tensor:{name}" for name in _TENSOR), *(f"plain:{name}" for name in _PLAIN.split()))
 
