@@ -19,14 +19,14 @@ from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from lightning_pardist.base.log import get_logger
-from lightning_pardist.base.nested import map_leaves
+from lightning_pardist.base.nested import map_leaves, tensors_of
 from lightning_pardist.run.microbatches import merge_outputs
 from lightning_pardist.strategies.pipeline_logs import to_device, to_host
 
 log = get_logger(__name__)
 
 MOST_BYTES = 64 << 20
-"""Of what one step's lists may add: whoever collects more has no use for copies of it on every stage."""
+"""Of the tensors that one step may leave: whoever collects more has no use for copies of it on every stage."""
 _MOST_KEYS = 256
 """Larger dicts are tables, not what a step writes to."""
 
@@ -145,22 +145,21 @@ class StepEffects:
         return owner
 
     def _packed(self, found: Effects) -> bytes | None:
-        detached = map_leaves(_detached, (found.grown, found.set))
-        found.grown, found.set = detached
-        try:
-            packed = pickle.dumps(Effects(to_host(found.grown), to_host(found.set)))
-        except Exception:  # of what the user's step keeps; it stays on this stage
-            packed = b""
-        if packed and len(packed) <= MOST_BYTES:
-            return packed
+        found.grown, found.set = map_leaves(_detached, (found.grown, found.set))
+        size = sum(tensor.nbytes for tensor in tensors_of((found.grown, found.set)))
+        what = f"{size >> 20} MiB"
+        if size <= MOST_BYTES:
+            try:
+                return pickle.dumps(Effects(to_host(found.grown), to_host(found.set)))
+            except Exception:  # of what the user's step keeps; it stays on this stage
+                what = "objects that cannot be pickled"
         if not self._warned:
             self._warned = True
             log.warning(
-                "a step leaves %s in %s: %s. It stays on the last stage, once per micro-batch",
-                f"{len(packed) >> 20} MiB" if packed else "objects that cannot be pickled",
-                ", ".join(sorted({str(path[0]) for path in (*found.grown, *found.set)})),
-                "return or log what hooks need" if packed else "log what hooks need, or keep plain values and tensors",
-            )
+                "a step leaves %s in %s. That stays on the last stage, once per micro-batch: return or log what hooks "
+                "need on all, as numbers or small tensors",
+                what, ", ".join(sorted({str(path[0]) for path in (*found.grown, *found.set)})),
+            )  # fmt: skip
         return None
 
 
