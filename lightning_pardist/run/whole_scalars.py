@@ -6,7 +6,8 @@ memory of each element and has no idea of DTensors.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,6 +20,31 @@ from lightning_pardist.torch_dtensor_api import whole_tensor
 
 class WholeScalars(TorchFunctionMode):
     """Active around hooks, on every rank of a mesh: making a number whole is a collective."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._is_active = False
+
+    def __enter__(self) -> WholeScalars:
+        super().__enter__()
+        self._is_active = True
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._is_active = False
+        super().__exit__(*error)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Is not active in this context, for code of ours that a hook calls."""
+        was_active = self._is_active
+        if was_active:
+            self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            if was_active:
+                self.__enter__()
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in (torch.tensor, torch.as_tensor) and args and isinstance(args[0], (list, tuple)):

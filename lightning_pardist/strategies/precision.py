@@ -12,6 +12,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from lightning.fabric.utilities.exceptions import MisconfigurationException
@@ -50,6 +51,10 @@ class _MeshPrecision(Precision):
     norm_type: float
     uncounted: Callable[[], Collection[int]]
 
+    @cached_property
+    def _scalars(self) -> WholeScalars:
+        return WholeScalars()
+
     @override
     def optimizer_step(  # type: ignore[override]  # Lightning's own subclasses narrow it like this
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
@@ -59,7 +64,7 @@ class _MeshPrecision(Precision):
 
             def before_update() -> Any:
                 # The step, hooks and clipping see DTensors; the optimizer reads its groups after its closure.
-                with nullcontext() if self.meshes() is None else WholeScalars():
+                with nullcontext() if self.meshes() is None else self._scalars:
                     result = self._wrap_closure(model, optimizer, closure)
                 shards.show()
                 return result
@@ -77,10 +82,11 @@ class _MeshPrecision(Precision):
         if clip_val <= 0:
             return
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
-            clip_by_value(parameters, float(clip_val))
-        else:
-            clip_by_norm(parameters, float(clip_val), self.norm_type, self.meshes(), uncounted=self.uncounted())
+        with self._scalars.paused():
+            if gradient_clip_algorithm == GradClipAlgorithmType.VALUE:
+                clip_by_value(parameters, float(clip_val))
+            else:
+                clip_by_norm(parameters, float(clip_val), self.norm_type, self.meshes(), uncounted=self.uncounted())
 
 
 class _MeshFull(_MeshPrecision):

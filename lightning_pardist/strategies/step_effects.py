@@ -2,8 +2,9 @@
 
 ``self.outputs.append(loss)`` in a step and ``self.outputs.clear()`` in an epoch's hook is how Lightning's own migration
 guide collects what an epoch needs. Under pipeline parallelism the step runs on every stage, up to a cut, and to its
-end on the last one only, once per micro-batch. So what other runs change is undone; what the last stage's runs add to
-lists is joined over the micro-batches as returned values are, and all stages get it.
+end on the last one only, once per micro-batch. What the last stage's runs add to lists is joined over the micro-batches
+as returned values are, and takes the place of what other stages' runs have added there; values that the last stage sets
+are set everywhere. What only an earlier stage changes, in a block of its own, stays as it is.
 """
 
 from __future__ import annotations
@@ -66,14 +67,10 @@ class StepEffects:
         Args:
             is_last: this stage runs the step to its end.
         """
-        before = self._seen()
-        try:
-            yield
-        finally:
-            if is_last:
-                self._micros.append(_difference(before, self._seen()))
-            else:
-                self._put_back(before)
+        before = self._seen() if is_last else {}
+        yield
+        if is_last:
+            self._micros.append(_difference(before, self._seen()))
 
     def joined(self, sizes: Sequence[int], weights: Sequence[float]) -> bytes | None:
         """Returns what the step has left on the last stage, which then has it in this form too; None if nothing.
@@ -82,21 +79,27 @@ class StepEffects:
             sizes: rows of the micro-batches.
             weights: of their losses.
         """
-        found = _difference(self._before, self._seen())
+        found = Effects()
+        for micro in self._micros:
+            found.set.update(micro.set)
+        for path in dict.fromkeys(path for micro in self._micros for path in micro.grown):
+            if path not in found.set:
+                found.grown[path] = self._items(path, sizes, weights)
         if not found.grown and not found.set:
             return None
-        for path in found.grown:
-            parts = [micro.grown.get(path, []) for micro in self._micros]
-            counts = [len(part) for part in parts]
-            is_whole = len(parts) == len(sizes) and sum(counts) == len(found.grown[path])
-            # An item for every row is no value of the batch (``extend``). With one row in each part nobody can tell
-            # the two apart; one by one, means come out the same.
-            if is_whole and len(set(counts)) == 1 and counts != list(sizes):
-                found.grown[path] = [merge_outputs(items, sizes, weights) for items in zip(*parts, strict=True)]
         result = self._packed(found)
         if result is not None:
             self._apply(found)
         return result
+
+    def _items(self, path: Path, sizes: Sequence[int], weights: Sequence[float]) -> list[Any]:
+        parts = [micro.grown.get(path, []) for micro in self._micros]
+        counts = [len(part) for part in parts]
+        # An item for every row is no value of the batch (``extend``). With one row in each part nobody can tell the two
+        # apart; one by one, means come out the same.
+        if len(parts) == len(sizes) and len(set(counts)) == 1 and counts != list(sizes):
+            return [merge_outputs(items, sizes, weights) for items in zip(*parts, strict=True)]
+        return [item for part in parts for item in part]
 
     def take(self, packed: bytes | None, device: torch.device) -> None:
         """Does to this stage's module what the step has done to the last one's."""
@@ -113,18 +116,6 @@ class StepEffects:
             if name not in self._own:
                 _note((name,), value, found)
         return found
-
-    def _put_back(self, before: dict[Path, Any]) -> None:
-        after = self._seen()
-        for path in after.keys() - before.keys():
-            self._owner(path).pop(path[-1], None)
-        for path, value in before.items():
-            if isinstance(value, _List):
-                if value.is_start_of(value.list):
-                    del value.list[value.length :]
-                self._owner(path)[path[-1]] = value.list
-            elif after.get(path, _NOTHING) is not value:
-                self._owner(path)[path[-1]] = value
 
     def _apply(self, found: Effects) -> None:
         for path, items in found.grown.items():
