@@ -166,8 +166,6 @@ class TraceRecorder(TorchFunctionMode):
             return
         if func is not torch.Tensor.__setitem__ and next(iter(tensors_in(out)), None) is None:
             return  # a question about the tensor, such as its shape
-        if function_name(func) == "grad":
-            return  # a manual step clips gradients, or logs them
         on_batch = any(storage_key(tensor) in self._batch for tensor in inputs)
         self._add(Event(function_name(func), tuple(args), dict(kwargs), out, on_batch), results)
 

@@ -210,7 +210,7 @@ CASES: dict[str, Case] = {
     "skipping": Case(Skipping),
     "returning": Case(Returning),
     "norms": Case(Norms, not_on=("pipeline",)),
-    "two optimizers": Case(TwoOptimizers, not_on=("pipeline",)),
+    "two optimizers": Case(TwoOptimizers, not_on=("pipeline", "tensor")),
     "collecting": Case(Collecting, not_on=("shard",)),  # each rank has its own lists, as with Lightning's ddp
     "anomalies": Case(Four, {"detect_anomaly": True}),
     "clipped values": Case(Four, {"gradient_clip_val": 0.02, "gradient_clip_algorithm": "value"}),
