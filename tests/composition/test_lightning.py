@@ -122,8 +122,9 @@ class TwoOptimizers(Four):
         super().__init__()
         self.automatic_optimization = False
 
-    def training_step(self, batch: list[Tensor], batch_idx: int) -> None:  # type: ignore[override]
-        first, second = self.optimizers()  # type: ignore[misc]
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor | None:
+        optimizers: Any = self.optimizers()  # one, or a list: Lightning declares both
+        first, second = optimizers
         loss = F.mse_loss(self(batch[0]), batch[1])
         self.manual_backward(loss)
         self.clip_gradients(first, 0.1)
@@ -131,6 +132,7 @@ class TwoOptimizers(Four):
             optimizer.step()
             optimizer.zero_grad()
         self.log("train_loss", loss)
+        return None
 
     def configure_optimizers(self) -> Any:
         return torch.optim.SGD(self.blocks.parameters(), lr=0.05), torch.optim.Adam(self.out.parameters(), eps=1e-3)

@@ -123,7 +123,10 @@ def _gathered(tensors: Mapping[str, Tensor], axis: int, group: dist.ProcessGroup
     shapes: dict[str, list[list[int]]] = {}
     dims: dict[str, int] = {}
     for name, tensor in tensors.items():
-        dim = dims[name] = tensor.placements[axis].dim  # type: ignore[attr-defined]
+        assert isinstance(tensor, DTensor)
+        placement = tensor.placements[axis]
+        assert isinstance(placement, Shard)
+        dim = dims[name] = placement.dim
         chunk, shapes[name] = -(-tensor.shape[dim] // size), []
         for rank in range(size):
             shape = list(tensor.shape)

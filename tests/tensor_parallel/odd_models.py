@@ -192,6 +192,7 @@ class CachingAttention(nn.Module):
         self.cache: dict[str, Tensor] = {}
         self.last: Tensor | None = None
 
+    # torch's returns the module: not to return it is the trait that is tested (timm's TinyViT does not either).
     def train(self, mode: bool = True) -> None:  # type: ignore[override]
         super().train(mode)
         self.cache = {}
