@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 
 class WatchedSizes(tuple[int, ...]):
@@ -40,6 +39,3 @@ class WatchedSizes(tuple[int, ...]):
     def numel(self) -> int:
         """Returns the number of elements."""
         return math.prod(self)
-
-    def __reduce__(self) -> Any:
-        return tuple, (tuple(self),)

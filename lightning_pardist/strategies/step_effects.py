@@ -30,6 +30,8 @@ MOST_BYTES = 64 << 20
 """Of the tensors that one step may leave: whoever collects more has no use for copies of it on every stage."""
 _MOST_KEYS = 256
 """Larger dicts are tables, not what a step writes to."""
+_DEEPEST = 8
+"""Dicts in dicts; one may hold itself."""
 
 Path = tuple[Any, ...]
 """The attribute's name, and keys of dicts inside it."""
@@ -132,7 +134,7 @@ class StepEffects:
     def _owner(self, path: Path) -> dict[Any, Any]:
         owner: Any = vars(self._module)
         for key in path[:-1]:
-            owner = owner[key]
+            owner = owner.setdefault(key, {})  # a dict that the step has made is on the last stage only
         return owner
 
     def _packed(self, found: Effects) -> bytes | None:
@@ -175,7 +177,7 @@ class _List:
 def _note(path: Path, value: Any, found: dict[Path, Any]) -> None:
     if isinstance(value, list):
         found[path] = _List(value)
-    elif isinstance(value, dict) and len(value) <= _MOST_KEYS:
+    elif isinstance(value, dict) and len(value) <= _MOST_KEYS and len(path) < _DEEPEST:
         for key, item in value.items():
             _note((*path, key), item, found)
     elif value is None or isinstance(value, (bool, int, float, str)) or type(value) is Tensor:
@@ -193,7 +195,7 @@ def _difference(before: dict[Path, Any], after: dict[Path, Any]) -> Effects:
                 found.set[path] = list(value.list)
             elif value.length > old.length:
                 found.grown[path] = value.list[old.length :]
-        elif value is not old and not (not isinstance(value, Tensor) and value == old):
+        elif value is not old and (isinstance(value, Tensor) or value != old):
             found.set[path] = value
     return found
 

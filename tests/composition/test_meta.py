@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_pardist.strategies.hybrid import HybridStrategy
 from tests.parity.runs import GLOBAL_BATCH, Record, Recorder, differences
+from tests.strategies.common import make_trainer
 from tests.support.modules import GPT, LENGTH, VOCABULARY, Block, Llama
 from tests.support.pool import WorkerPool
 
@@ -63,18 +63,8 @@ LAYOUTS: dict[int, list[dict[str, Any]]] = {2: [SHARD, TP, PP], 4: [{**TP, **SHA
 def train(name: str, arguments: dict[str, Any]) -> Record:
     torch.manual_seed(5)  # the one thing that all layouts have in common
     module, recorder = MODULES[name](), Recorder()
-    trainer = L.Trainer(
-        strategy=HybridStrategy(print_plan=False, **arguments),
-        accelerator="cpu",
-        devices=dist.get_world_size() if dist.is_initialized() else 1,
-        max_steps=3,
-        callbacks=[recorder],
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        gradient_clip_val=0.1,
-    )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    trainer = make_trainer(arguments, ranks, max_epochs=None, max_steps=3, callbacks=[recorder], gradient_clip_val=0.1)
     rows = GLOBAL_BATCH // arguments.get("data_parallel_shard_size", 1)
     trainer.fit(module, DataLoader(module.dataset(24, seed=5), batch_size=rows))
     return recorder.record

@@ -35,6 +35,7 @@ class Leaving(Tower):
         assert loss is not None
         self.by_name["deep"]["losses"].append(loss)
         self.by_name.setdefault("new", []).append(len(batch[0]))
+        self.by_name.setdefault("made", {}).setdefault("here", []).append(200 + batch_idx)
         self.recent = [*self.recent[-1:], float(batch_idx)]
         self.word = f"after {batch_idx}"
         self.newest = batch[0].sum() * 0 + batch_idx
@@ -59,6 +60,7 @@ def leave(what: str, layout: dict[str, Any] | None) -> tuple[dict[str, Any], lis
         "early": module.early,
         "losses": [float(loss.detach()) for loss in module.by_name["deep"]["losses"]],
         "rows": module.by_name.get("new"),
+        "made": module.by_name.get("made"),
         "word": module.word,
         "newest": None if module.newest is None else float(module.newest),
         "odd": len(module.odd),
