@@ -10,9 +10,9 @@ from torch import nn
 
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.words import common_module
-from lightning_pardist.describe.roles_calls import Sharing
 from lightning_pardist.describe.roles_probes import region_members, region_probe
 from lightning_pardist.describe.roles_shapes import elementwise
+from lightning_pardist.describe.roles_sharing import Sharing
 from lightning_pardist.describe.roles_state import RULES
 from lightning_pardist.describe.roles_trace import Event, Trace
 from lightning_pardist.specs.model_profile import StackProfile

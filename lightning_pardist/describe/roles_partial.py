@@ -8,7 +8,7 @@ import torch
 
 from lightning_pardist.base.function_names import CONTRACTIONS
 from lightning_pardist.base.nested import tensors_in
-from lightning_pardist.describe.roles_calls import Sharing
+from lightning_pardist.describe.roles_sharing import Sharing
 from lightning_pardist.describe.roles_state import State, argument, results
 from lightning_pardist.describe.roles_trace import Event, Trace
 from lightning_pardist.specs.tensor_roles import PartialParameter

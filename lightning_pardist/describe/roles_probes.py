@@ -9,7 +9,7 @@ import torch
 
 from lightning_pardist.base.nested import tensors_in
 from lightning_pardist.base.words import common_module, dtype_word
-from lightning_pardist.describe.roles_calls import Sharing
+from lightning_pardist.describe.roles_sharing import Sharing
 from lightning_pardist.describe.roles_trace import Trace
 from lightning_pardist.specs.tensor_roles import RegionProbe, ShardCall, SharedOutput, TensorLeaf, TensorRegion
 

@@ -14,13 +14,14 @@ from torch import nn
 
 from lightning_pardist.describe.roles_axes import Axis, all_axes, axes, expand, find, shard_parts, size_of
 from lightning_pardist.describe.roles_blocks import stack_probes
-from lightning_pardist.describe.roles_calls import Sharing, quiet_modules, shard_calls
+from lightning_pardist.describe.roles_calls import quiet_modules, shard_calls
 from lightning_pardist.describe.roles_contractions import contract
 from lightning_pardist.describe.roles_exchanges import exchanges
 from lightning_pardist.describe.roles_partial import added_biases, partial_parameters
 from lightning_pardist.describe.roles_probes import region_members, region_probes
 from lightning_pardist.describe.roles_reductions import normalisation
 from lightning_pardist.describe.roles_shapes import elementwise
+from lightning_pardist.describe.roles_sharing import Sharing
 from lightning_pardist.describe.roles_state import RULES, State, Use
 from lightning_pardist.describe.roles_trace import Event, Trace
 from lightning_pardist.specs.model_profile import StackProfile

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -318,26 +318,3 @@ def pipeline_gather(value: Any, model: ParallelModel) -> list[Any]:
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
-
-
-def entry_problem(plan: PipelinePlan, flow: Dataflow) -> str | None:
-    """Returns, in words, what another step than the planned one needs and its stages lack; None if all is there."""
-    owners = [plan.stage_of(block).index for block in flow.order]
-    for before, after, block in zip(owners, owners[1:], flow.order[1:], strict=False):
-        if after < before:
-            return f"it calls {flow.blocks[block]}, of stage {after}, after blocks of stage {before}"
-    for name, calls in zip(flow.blocks, flow.calls, strict=True):
-        if calls > 1:
-            return f"it calls {name} {calls} times, and a stage runs its blocks once per micro-batch"
-    for stage in plan.stages:
-        lacking = sorted(set(flow.needed_by(stage.first, stage.stop)) - plan.held_by(stage.rank))
-        if lacking:
-            return f"stage {stage.index} needs {', '.join(lacking[:4])}, which its training step does not use there"
-        hidden: Mapping[int, tuple[int, ...]] = {
-            target: flow.needs[target].insides for target in range(stage.first, len(flow.blocks) + 1)
-        }
-        for target, blocks in hidden.items():
-            if any(block < stage.first for block in blocks):
-                reader = flow.blocks[target] if target < len(flow.blocks) else "the code after the last block"
-                return f"{reader} reads what an earlier stage's block keeps to itself"
-    return None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_pardist.base.errors import message
 from lightning_pardist.base.nested import map_leaves, tensors_of
 from lightning_pardist.parallel_model import PipelineCut
 from lightning_pardist.specs.pipeline_plan import Leaf, Outputs, StagePlan, Value
@@ -194,12 +195,21 @@ class _Listener:
         """
         if block in self._called:
             raise ValueError(
-                f"{self._block(block)} was called twice in this step: a stage runs its blocks once per micro-batch"
+                message(
+                    "A stage runs its blocks once per micro-batch.",
+                    got=f"{self._block(block)} was called twice in this step",
+                    source="the step, after code that looks at values, which cannot be described beforehand",
+                    change="call the model once per step, or use a layout without stages, as generate() needs",
+                )
             )
         if block >= self._stage.stop:
             raise ValueError(
-                f"{self._block(block)}, of a later stage, was called before {self._stage.blocks[-1]}, the last of "
-                "this one: stages run their blocks in the order of training_step"
+                message(
+                    "Stages run their blocks in the order of training_step.",
+                    got=f"{self._block(block)}, of a later stage, was called before {self._stage.blocks[-1]}",
+                    source="the step, after code that looks at values, which cannot be described beforehand",
+                    change="call the blocks in the order in which training_step does",
+                )
             )
         self._called.add(block)
 

@@ -21,7 +21,6 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.base.nested import leaves
 from lightning_pardist.base.words import dtype_from_word
 from lightning_pardist.describe.skeleton import Skeleton, Step
-from lightning_pardist.run.pipeline import entry_problem
 from lightning_pardist.specs.parallel_plan import PrecisionPlan
 from lightning_pardist.specs.pipeline_plan import Dataflow, Outputs, PipelinePlan
 
@@ -51,7 +50,7 @@ class Forecast:
                 flow, _ = self._skeleton.dataflow(plan.blocks, step)
             except Exception:  # code after the last block may look at values; blocks then say whether all is well
                 flow = self._flows["training_step"]
-            problem = entry_problem(plan, flow)
+            problem = _problem_of_entry(plan, flow)
             if problem is not None:
                 raise ValueError(
                     message(
@@ -134,3 +133,26 @@ def new_skeleton(module: nn.Module, device: torch.device, precision: PrecisionPl
     """Returns the weightless copy, made before the module is cut."""
     gathered = None if precision.gather_dtype is None else dtype_from_word(precision.gather_dtype)
     return Skeleton(module, device, torch.bfloat16 if precision.name == "bf16-mixed" else None, gathered)
+
+
+def _problem_of_entry(plan: PipelinePlan, flow: Dataflow) -> str | None:
+    """Returns, in words, what another step than the planned one needs and its stages lack; None if all is there."""
+    owners = [plan.stage_of(block).index for block in flow.order]
+    for before, after, block in zip(owners, owners[1:], flow.order[1:], strict=False):
+        if after < before:
+            return f"it calls {flow.blocks[block]}, of stage {after}, after blocks of stage {before}"
+    for name, calls in zip(flow.blocks, flow.calls, strict=True):
+        if calls > 1:
+            return f"it calls {name} {calls} times, and a stage runs its blocks once per micro-batch"
+    for stage in plan.stages:
+        lacking = sorted(set(flow.needed_by(stage.first, stage.stop)) - plan.held_by(stage.rank))
+        if lacking:
+            return f"stage {stage.index} needs {', '.join(lacking[:4])}, which its training step does not use there"
+        hidden: Mapping[int, tuple[int, ...]] = {
+            target: flow.needs[target].insides for target in range(stage.first, len(flow.blocks) + 1)
+        }
+        for target, blocks in hidden.items():
+            if any(block < stage.first for block in blocks):
+                reader = flow.blocks[target] if target < len(flow.blocks) else "the code after the last block"
+                return f"{reader} reads what an earlier stage's block keeps to itself"
+    return None
