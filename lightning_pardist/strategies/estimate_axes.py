@@ -23,7 +23,7 @@ from lightning_pardist.plan.pipeline import plan_pipeline
 from lightning_pardist.plan.pipeline_input import PipelineInput
 from lightning_pardist.plan.stage_work import PipelineStep, StageRun, exchange_traffic
 from lightning_pardist.run.microbatches import batch_rows, split_batch
-from lightning_pardist.run.pipeline import microbatch_sizes, splits_well, training_orders
+from lightning_pardist.run.pipeline_orders import microbatch_sizes, splits_well, training_orders
 from lightning_pardist.specs.block_levers import RecomputePlan
 from lightning_pardist.specs.estimate import RankWork
 from lightning_pardist.specs.model_profile import ModelProfile

@@ -36,7 +36,8 @@ from lightning_pardist.run.tensor_mode import TensorMode, alone_on
 from lightning_pardist.run.vocabulary import VocabularyShards
 from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.tensor_plan import TensorPlan
-from lightning_pardist.strategies.probe_runs import Run, Verdict, cut_copy, difference, first_line, keep_share
+from lightning_pardist.strategies.probe_compare import Run, difference, keep_share
+from lightning_pardist.strategies.probe_runs import Verdict, cut_copy, first_line
 from lightning_pardist.strategies.sample import Sample
 from lightning_pardist.torch_dtensor_api import local_tensor
 

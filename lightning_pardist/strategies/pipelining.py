@@ -21,10 +21,10 @@ from lightning_pardist.run.microbatches import batch_rows, merge_outputs, split_
 from lightning_pardist.run.pipeline import (
     PipelineRunner,
     StepRequest,
-    microbatch_sizes,
     pipeline_broadcast,
     pipeline_gather,
 )
+from lightning_pardist.run.pipeline_orders import microbatch_sizes
 from lightning_pardist.run.stage_program import Failure, MicroBatch, StepRun
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.pipeline_plan import Dataflow
