@@ -14,8 +14,8 @@ from lightning_pardist.base.errors import message
 from lightning_pardist.base.log import get_logger
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.run.agree import gather_objects, maxima
-from lightning_pardist.strategies import lightning_api
-from lightning_pardist.strategies.lightning_api import TrainLoaders
+from lightning_pardist.strategies import lightning_data_api
+from lightning_pardist.strategies.lightning_data_api import TrainLoaders
 
 log = get_logger(__name__)
 
@@ -117,7 +117,7 @@ def keep_order(loader: Any, loaders: TrainLoaders) -> None:
     have shuffled. Dealt in order, the ranks' batches together are the batches of one process.
     """
     sampler = dealt_sampler(loader)
-    if isinstance(sampler, DistributedSamplerWrapper) and lightning_api.draws_by_itself(sampler):
+    if isinstance(sampler, DistributedSamplerWrapper) and lightning_data_api.draws_by_itself(sampler):
         # Every rank would shuffle with a generator of its own, and no resume could know the order.
         loader.batch_sampler.sampler = DistributedSampler(
             loader.dataset, sampler.num_replicas, sampler.rank, True, sampler.seed, sampler.drop_last

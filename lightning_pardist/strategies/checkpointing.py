@@ -20,7 +20,7 @@ from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.run.agree import all_present
 from lightning_pardist.run.buffers import averaged_statistics
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
-from lightning_pardist.strategies import lightning_api, position, resume
+from lightning_pardist.strategies import lightning_api, lightning_data_api, position, resume
 from lightning_pardist.strategies.launcher import Asked
 from lightning_pardist.strategies.live_run import LiveRun
 from lightning_pardist.strategies.restoring import OURS, Restorer
@@ -53,7 +53,7 @@ class CheckpointKeeper:
         module: LightningModule,
         model: ParallelModel,
         optimizers: Sequence[Optimizer],
-        loaders: lightning_api.TrainLoaders | None,
+        loaders: lightning_data_api.TrainLoaders | None,
     ) -> None:
         """Notes the live objects; every rank calls it in ``setup``."""
         self._run.attach(module, model, optimizers, loaders)

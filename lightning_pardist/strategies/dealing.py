@@ -5,7 +5,7 @@ from __future__ import annotations
 from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import Trainer
 
-from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies import lightning_data_api
 from lightning_pardist.strategies.batches import (
     agree_on_length,
     check_enough_to_predict,
@@ -35,12 +35,12 @@ class Dealing:
 
     def see(self, dataloader: object, trainer: Trainer) -> None:
         """Looks at a loader as the user made it, just before Lightning deals its samples."""
-        self._is_dealt = lightning_api.deals_samples(trainer) and not has_own_dealing(dataloader)
+        self._is_dealt = lightning_data_api.deals_samples(trainer) and not has_own_dealing(dataloader)
         if trainer.predicting and self._is_dealt:
             check_enough_to_predict(dataloader, self._strategy.data_parallel_size)
 
     def process(
-        self, dataloader: object, trainer: Trainer, loaders: lightning_api.TrainLoaders | None, *, in_step: bool
+        self, dataloader: object, trainer: Trainer, loaders: lightning_data_api.TrainLoaders | None, *, in_step: bool
     ) -> object:
         """Returns a loader that gives this rank's batches, as many as all ranks can take.
 
@@ -52,7 +52,7 @@ class Dealing:
         """
         meshes, rank = self._strategy.meshes, self._strategy.data_parallel_rank
         if has_peers(meshes):
-            lightning_api.seed_workers_by(dataloader, rank)
+            lightning_data_api.seed_workers_by(dataloader, rank)
         if trainer.training and loaders is not None:
             keep_order(dataloader, loaders)
             dataloader = self._restorer.continued(dataloader, trainer, rank=rank)

@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch import Trainer
 
 from lightning_pardist.run.buffers import average_statistics_
-from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies import lightning_api, lightning_data_api
 from lightning_pardist.strategies.predictions import gather_in_order
 from lightning_pardist.strategies.stepping import Stepping
 from lightning_pardist.strategies.turns import Turns, kept_metrics
@@ -60,7 +60,7 @@ class Evaluation:
             return
         predictions = loop.predictions
         per_loader = [predictions] if loop.num_dataloaders == 1 else predictions
-        for outputs, indices in zip(per_loader, lightning_api.predicted_indices(trainer), strict=True):
+        for outputs, indices in zip(per_loader, lightning_data_api.predicted_indices(trainer), strict=True):
             outputs[:] = gather_in_order(outputs, indices[: len(outputs)], meshes)
 
 

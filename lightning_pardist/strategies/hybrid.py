@@ -28,7 +28,7 @@ from lightning_pardist.specs.options import refuse_compile_on_shares, refuse_idl
 from lightning_pardist.specs.parallel_plan import ParallelPlan
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
-from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies import lightning_api, lightning_data_api
 from lightning_pardist.strategies.checkpoint_hooks import CheckpointHooks, refuse_checkpoint_io
 from lightning_pardist.strategies.checkpointing import CheckpointKeeper
 from lightning_pardist.strategies.dealing import Dealing
@@ -162,7 +162,7 @@ class HybridStrategy(CheckpointHooks):
         self._print_plan = print_plan
         self._parallel_model: ParallelModel | None = None
         self._logs: StepLogs | None = None
-        self._train_loaders: lightning_api.TrainLoaders | None = None
+        self._train_loaders: lightning_data_api.TrainLoaders | None = None
         self._guard = SkipGuard()
         self._keeper = CheckpointKeeper(checkpoint or CheckpointOptions(), self._asked)
         self.diagnosis_options = diagnosis or DiagnosisOptions()
@@ -227,7 +227,7 @@ class HybridStrategy(CheckpointHooks):
                 refuse_averages_of_parts(trainer, self._meshes.sizes)
         fitting = trainer.state.fn == TrainerFn.FITTING
         if fitting:
-            self._train_loaders = lightning_api.TrainLoaders(trainer)
+            self._train_loaders = lightning_data_api.TrainLoaders(trainer)
             self._undo.append(self._train_loaders.uninstall)
         loaders = self._train_loaders if fitting else None
         is_new = self._parallel_model is None or self._parallel_model.module is not module
@@ -250,14 +250,14 @@ class HybridStrategy(CheckpointHooks):
             self._undo.append(watch_toggles(module, live.runner.follow_toggle))
         if self._meshes is not None:
             self._undo.append(lightning_api.before_epoch_metrics(trainer, live.sync_epoch_metrics))
-            self._undo.append(lightning_api.before_dataloader(trainer, lambda dl: self._dealing.see(dl, trainer)))
+            self._undo.append(lightning_data_api.before_dataloader(trainer, lambda dl: self._dealing.see(dl, trainer)))
             self._training.termination = lightning_api.TerminationWatch(trainer)
             self._undo.append(self._training.termination.uninstall)
         self._diagnosis.start(self._parallel_model)
         if self._print_plan and self.is_global_zero and (is_new or fitting):
             announce(self._parallel_model, self.optimizers)
 
-    def _spread_request(self, loaders: lightning_api.TrainLoaders | None) -> SpreadRequest:
+    def _spread_request(self, loaders: lightning_data_api.TrainLoaders | None) -> SpreadRequest:
         return SpreadRequest(
             config=self.config,
             meshes=self._meshes,

@@ -14,7 +14,7 @@ from lightning_pardist import checkpoint as ckpt
 from lightning_pardist.mesh import Meshes
 from lightning_pardist.parallel_model import ParallelModel
 from lightning_pardist.specs.checkpoint_options import CheckpointOptions
-from lightning_pardist.strategies import lightning_api, position
+from lightning_pardist.strategies import lightning_api, lightning_data_api, position
 from lightning_pardist.strategies.launcher import Asked
 
 
@@ -27,7 +27,7 @@ class LiveRun:
     model: ParallelModel | None = None
     module: LightningModule | None = None
     optimizers: Sequence[Optimizer] = ()
-    loaders: lightning_api.TrainLoaders | None = None
+    loaders: lightning_data_api.TrainLoaders | None = None
     offset: tuple[int, position.Offset] | None = None
     """An epoch, and what of it was done on another layout."""
 
@@ -36,7 +36,7 @@ class LiveRun:
         module: LightningModule,
         model: ParallelModel,
         optimizers: Sequence[Optimizer],
-        loaders: lightning_api.TrainLoaders | None,
+        loaders: lightning_data_api.TrainLoaders | None,
     ) -> None:
         """Notes the live objects.
 

@@ -22,7 +22,7 @@ from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.module_table import ModuleTable
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.pipeline_plan import Dataflow, PipelinePlan
-from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies import lightning_data_api
 from lightning_pardist.strategies.pipeline_forecast import Forecast, new_skeleton, remember_forecast
 from lightning_pardist.strategies.precision import precision_plan
 from lightning_pardist.strategies.sample import Sample
@@ -65,7 +65,7 @@ class Staging:
                 profile.fallback_reason or "there is no sample batch",
                 "mend the line that is named, or pass sample_batch=... to the strategy",
             )
-        with lightning_api.transfer_hooks_of_data_module(self._module):  # the copy keeps them
+        with lightning_data_api.transfer_hooks_of_data_module(self._module):  # the copy keeps them
             sharded = self._meshes.sizes.data_parallel_shard > 1
             self._skeleton = new_skeleton(self._module, self._device, precision_plan(self._precision, sharded=sharded))
         blocks = [block.name for block in profile.called_blocks()]

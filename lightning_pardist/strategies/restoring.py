@@ -19,7 +19,7 @@ from lightning_pardist import checkpoint as ckpt
 from lightning_pardist.base.log import get_logger
 from lightning_pardist.checkpoint.storage import open_storage
 from lightning_pardist.run.agree import gather_objects
-from lightning_pardist.strategies import lightning_api, position, resume
+from lightning_pardist.strategies import lightning_api, lightning_data_api, position, resume
 from lightning_pardist.strategies.live_run import LiveRun
 
 log = get_logger(__name__)
@@ -75,7 +75,7 @@ class Restorer:
         ours = content.pop(OURS, {})
         if fitting:
             self._resumed = _Resumed(report, ours, waits_for_groups=unfreezes)
-            lightning_api.prepare_training_data_again(self._run.trainer())
+            lightning_data_api.prepare_training_data_again(self._run.trainer())
             if "loops" in content:
                 position.count_running_epoch(content["loops"])
                 self._resumed.in_epoch = position.in_epoch(content["loops"])
@@ -128,12 +128,12 @@ class Restorer:
         run is attached and a checkpoint loaded; ``load`` has them prepared again.
         """
         if hasattr(loader, "state_dict") and sized_len(loader) is None:
-            loader = position.ReadAhead(loader, lambda: lightning_api.batches_read_ahead(trainer))
+            loader = position.ReadAhead(loader, lambda: lightning_data_api.batches_read_ahead(trainer))
         resumed, step = self._resumed, trainer.global_step
         if resumed is None:
             return loader
         # Lightning tells it later, when a loader with workers has begun to read, and one with a state has skipped.
-        lightning_api.set_sampler_epoch(loader, self._run.epoch() + resumed.at_last_batch)
+        lightning_data_api.set_sampler_epoch(loader, self._run.epoch() + resumed.at_last_batch)
         if not resumed.in_epoch:
             state = resumed.loader_states.pop(0) if hasattr(loader, "state_dict") and resumed.loader_states else None
             return position.next_epoch(loader, state, lambda: self._restore_generators(resumed, rank, step))

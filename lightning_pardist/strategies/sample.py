@@ -9,7 +9,7 @@ from lightning.pytorch import LightningModule
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 
 from lightning_pardist.describe import sample_from_loader
-from lightning_pardist.strategies.lightning_api import TrainLoaders, evaluation_source, is_sequential
+from lightning_pardist.strategies.lightning_data_api import TrainLoaders, evaluation_source, is_sequential
 
 
 @dataclass(frozen=True)

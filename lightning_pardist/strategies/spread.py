@@ -38,7 +38,7 @@ from lightning_pardist.specs.model_profile import ModelProfile
 from lightning_pardist.specs.pipeline_options import PipelineOptions
 from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.specs.tensor_plan import TensorPlan
-from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies import lightning_data_api
 from lightning_pardist.strategies.optimizers import state_bytes_per_element
 from lightning_pardist.strategies.pipeline_staging import Staging
 from lightning_pardist.strategies.precision import precision_plan
@@ -58,7 +58,7 @@ class SpreadRequest:
     precision: Precision
     layer_sync: bool
     sample_batch: Any
-    loaders: lightning_api.TrainLoaders | None
+    loaders: lightning_data_api.TrainLoaders | None
     """None outside fit."""
     tensor: TensorOptions
     recompute: RecomputeOptions | None = None
@@ -170,7 +170,7 @@ def _profile(module: LightningModule, sample: Sample | None, request: SpreadRequ
     if sample is None:
         return module_tree_profile(module, "there was no sample batch")
     batch = request.precision.convert_input(sample.batch)
-    with lightning_api.transfer_hooks_of_data_module(module):
+    with lightning_data_api.transfer_hooks_of_data_module(module):
         return profile_model(
             module, batch, entry=sample.entry, autocast_dtype=_autocast(request), device=request.device
         )
@@ -193,7 +193,7 @@ def _recompute(
         device=request.device,
     )
     batch = request.precision.convert_input(sample.batch)
-    with lightning_api.transfer_hooks_of_data_module(module):
+    with lightning_data_api.transfer_hooks_of_data_module(module):
         before = profile
         if conditions.gather_dtype is not None:
             before, _ = profile_under(module, batch, conditions, entry=sample.entry)

@@ -21,7 +21,7 @@ from lightning_pardist.specs.tensor_options import TensorOptions
 from lightning_pardist.specs.tensor_plan import TensorPlan
 from lightning_pardist.specs.tensor_roles import RegionProbe, StackProbe, TensorRoles
 from lightning_pardist.specs.tensor_words import Given, Source
-from lightning_pardist.strategies import lightning_api
+from lightning_pardist.strategies import lightning_data_api
 from lightning_pardist.strategies.first_step import FirstStep, prove_first_step
 from lightning_pardist.strategies.sample import Sample
 from lightning_pardist.strategies.tensor_probe import prove_plan, prove_sequence
@@ -110,7 +110,7 @@ def _derived(
             )
         )
     batch = setup.precision.convert_input(sample.batch)
-    with lightning_api.transfer_hooks_of_data_module(module):
+    with lightning_data_api.transfer_hooks_of_data_module(module):
         roles = derive_roles(module, batch, entry=sample.entry, device=setup.device)
     size = setup.meshes.sizes.tensor_parallel
     plan = make_tensor_plan(roles, size=size, explicit=words["explicit"], module_plan=words["module"])
